@@ -2793,8 +2793,8 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=HelpFormatter, **more)
 
     def parse_known_args(self, args=None, namespace=None):
-        """Parse, after ~ and $NAME at the start of a path are expanded. A shell expands them neither
-        in quotes, which a pattern of .tar files needs, nor in --flag=VALUE."""
+        """Parse, after ~ and $NAME at the start of a path are expanded. A shell expands neither in
+        quotes, which a pattern of .tar files needs, nor in --flag=VALUE."""
         start = re.compile(r"(^|=|::)(~|\$\w+)(?=/|$)")
         expanded = lambda found: found[1] + os.path.expandvars(os.path.expanduser(found[2]))
         args = [start.sub(expanded, arg) for arg in (sys.argv[1:] if args is None else args)]
@@ -3286,8 +3286,8 @@ def load_clip_parts(model, parts):
         if theirs is not None and theirs.squeeze().ndim <= 2:
             theirs = theirs.squeeze().t()
         if theirs is None or theirs.shape != ours.shape or not theirs.float().isfinite().all():
-            raise UserError(f"the file has no finite {name} of shape {tuple(ours.t().shape)}: give a "
-                            "CLIP with projections, and their width as --embed-dim.")
+            raise UserError(f"the file has no finite {name} of shape {tuple(ours.t().shape)}: give "
+                            "a CLIP with projections, and their width as --embed-dim.")
         ours.data.copy_(theirs)
     return {name: x for name, x in parts.items() if name not in model.clip_parameters()}
 

@@ -2817,9 +2817,10 @@ def write_line(run, record, is_complete=True, again=False):
             file.write(b"\n".join([*kept, new, b""]))
 
 
-def path_words(path):
-    """The words of a path, for the name of a file: folders keep files of one name apart."""
-    return re.sub("[^A-Za-z0-9]+", "-", str(path))[-60:].strip("-")
+def path_words(text):
+    """The words of a path, a query or a caption, for the name of a file: the words of folders and
+    texts keep their results apart. At most 60 bytes, because a name has at most 255."""
+    return re.sub(r"\W+", "-", str(text)).encode()[-60:].decode(errors="ignore").strip("-")
 
 
 def output_path(run, options, name):
@@ -2889,8 +2890,8 @@ def numbered(pairs):
 
 
 def search(embedder, data, options, run):
-    """Answer --query about the images of `data`, and draw search.png. A query is a caption or, for
-    STAIR, words with AND, OR, NOT (STAIR, App. D)."""
+    """Answer --query about the images of `data`, and draw QUERY-search.png. A query is a caption
+    or, for STAIR, words with AND, OR, NOT (STAIR, App. D)."""
     refuse_useless_flags(options, data.kind)
     is_stair = bool(embedder.model.encode_words)
     if not (data.captioned or data.labelled):
@@ -2930,7 +2931,8 @@ def search(embedder, data, options, run):
             "STAIR's words alone need no text encoder. The score of a query with AND, OR, NOT is "
             "the sum of its words' weights.")
     page = sheet("The images that each query finds, and their scores.", note, rows)
-    return save_figures({output_path(run, options, "search.png"): page}, embedder.step)
+    name = f"{path_words(' '.join(options.query))}-search.png"
+    return save_figures({output_path(run, options, name): page}, embedder.step)
 
 
 def answers(embedder, index, queries):
@@ -3157,7 +3159,8 @@ def run_command(runs, given, device):
         specs = []
         for run in runs:
             embedder, _ = load_run(run, device, flags.checkpoint)
-            path = Path(run, f"{path_words(Path(flags.image).with_suffix(''))}-pair.png")
+            pair = Path(flags.image).with_suffix(""), flags.caption
+            path = Path(run, f"{'-'.join(map(path_words, pair))}-pair.png")
             page = draw_pair(embedder, flags.image, flags.caption)
             failed += save_figures({path: page}, embedder.step)
     metrics = collections.defaultdict(dict)  # {run: {--data: its metrics}}
