@@ -2794,10 +2794,12 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         """Parse, after ~ and $NAME at the start of a path are expanded. A shell expands neither in
-        quotes, which a pattern of .tar files needs, nor in --flag=VALUE."""
+        quotes, which a pattern of .tar files needs, nor in --flag=VALUE. torch.distributed.launch
+        adds --local-rank, which LOCAL_RANK says, too."""
         start = re.compile(r"(^|=|::)(~|\$\w+)(?=/|$)")
         expanded = lambda found: found[1] + os.path.expandvars(os.path.expanduser(found[2]))
-        args = [start.sub(expanded, arg) for arg in (sys.argv[1:] if args is None else args)]
+        args = [start.sub(expanded, arg) for arg in (sys.argv[1:] if args is None else args)
+                if not arg.startswith("--local-rank=")]
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
