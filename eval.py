@@ -1287,9 +1287,8 @@ def read_objects(files):
             if truth[-1].shape != truth[0].shape:
                 raise ValueError(f"its size is not that of the first map, {files[0][1]}")
     objects = [i for i in truth[0].unique().tolist() if 0 < i < 255]
-    numbers = torch.zeros(256, dtype=torch.uint8)
-    numbers[objects] = torch.arange(1, 1 + len(objects), dtype=torch.uint8)
-    return numbers[torch.stack(truth).int()]
+    numbers = [1 + objects.index(i) if i in objects else 0 for i in range(256)]
+    return torch.tensor(numbers, dtype=torch.uint8)[torch.stack(truth).int()]
 
 
 def read_frames(files, size, patch_size):
@@ -3159,10 +3158,9 @@ def run_command(runs, given, device):
         specs = []
         for run in runs:
             embedder, _ = load_run(run, device, flags.checkpoint)
-            pair = Path(flags.image).with_suffix(""), flags.caption
-            path = Path(run, f"{'-'.join(map(path_words, pair))}-pair.png")
             page = draw_pair(embedder, flags.image, flags.caption)
-            failed += save_figures({path: page}, embedder.step)
+            name = f"{path_words(flags.image)}-{path_words(flags.caption)}-pair.png"
+            failed += save_figures({Path(run, name): page}, embedder.step)
     metrics = collections.defaultdict(dict)  # {run: {--data: its metrics}}
     for spec in specs:
         evaluated = {}

@@ -496,7 +496,7 @@ def test_one_image_and_one_caption_have_maps(run_of, tmp_path, monkeypatch, caps
     rows_of(monkeypatch, evaluation.draw_pictures, model, data, {"alignment", "queries"})
     rows_of(monkeypatch, evaluation.draw_pair, model, tmp_path / "a.jpg", "a red ring")
     evaluation.main(flags)
-    path, = run.glob("*a-a-red-ring-pair.png")  # the name has the folders, too
+    path, = run.glob("*a-jpg-a-red-ring-pair.png")  # the name has the folders, too
     assert str(path) in capsys.readouterr().out
     found = model.maps(Image.open(tmp_path / "a.jpg"), "a red ring")
     ids, mask = model.tokenize(["a red ring"])
