@@ -1288,7 +1288,11 @@ def read_objects(files):
                 raise ValueError(f"its size is not that of the first map, {files[0][1]}")
     objects = [i for i in truth[0].unique().tolist() if 0 < i < 255]
     numbers = [1 + objects.index(i) if i in objects else 0 for i in range(256)]
-    return torch.tensor(numbers, dtype=torch.uint8)[torch.stack(truth).int()]
+    truth = torch.stack(truth)
+    ids = torch.tensor(numbers, dtype=torch.uint8)[truth.int()]
+    if (ids[truth % 255 > 0] == 0).any():
+        print(f"note: {path.parent} has objects that its first map lacks: they do not count")
+    return ids
 
 
 def read_frames(files, size, patch_size):
