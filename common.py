@@ -3343,7 +3343,7 @@ def timm_weights(encoder):
 #
 # A source with the content "boxes" also has
 #   queries    a text for each class, "a red circle"
-#   trained    the numbers of the classes to train on: all but the rare ones
+#   trained    the numbers of the classes to train on: those with a box, but not the rare ones
 #   value(i)   the Boxes of image i; the world has world_boxes instead
 
 
@@ -3361,7 +3361,8 @@ class Boxes(NamedTuple):
 class BoxTable(CaptionTable):
     """Images with boxes, of a file like COCO's instances_val2017.json or LVIS's lvis_v1_val.json.
 
-    names: the classes in the order of their ids. rare: the numbers of the rare classes of LVIS.
+    names: the classes in the order of their ids; categories of one name are one class, because a
+    detector is asked by name. rare: the numbers of the rare classes of LVIS.
     split: "train" leaves out the boxes of rare classes (SPARC, Sec. 4.5), other splits have them.
 
     Boxes that no detector can find are left out and counted. Boxes that reach out of the image stay
@@ -3379,10 +3380,11 @@ class BoxTable(CaptionTable):
             # LVIS has no file names, but addresses, http://HOST/val2017/000000397133.jpg
             files = [image.get("file_name") or "/".join(image["coco_url"].split("/")[-2:])
                      for image in images]
-            self.names = [c["name"].replace("_", " ") for c in classes]
+            names = [c["name"].replace("_", " ") for c in classes]
+            self.names = [*dict.fromkeys(names)]
             self.sizes = np.array([(image["width"], image["height"]) for image in images], float)
             rows = {image["id"]: i for i, image in enumerate(images)}
-            ids = {c["id"]: i for i, c in enumerate(classes)}
+            ids = {c["id"]: self.names.index(name) for c, name in zip(classes, names)}
             found, skipped = [], {}
             for a in data["annotations"]:
                 row, label, box = rows.get(a["image_id"]), ids.get(a["category_id"]), a.get("bbox")
@@ -3396,7 +3398,7 @@ class BoxTable(CaptionTable):
             self.absent = [known and [ids[c] for c in known] for known in absent]
             partial = [image.get("not_exhaustive_category_ids", ()) for image in images]
             self.partial = [[ids[c] for c in known] for known in partial]
-            self.rare = [i for i, c in enumerate(classes) if c.get("frequency") == "r"]
+            self.rare = [ids[c["id"]] for c in classes if c.get("frequency") == "r"]
         # crowds teach nothing; boxes of one pixel are shares of the sides
         if all(is_crowd or max(w, h) <= 1 for _, _, is_crowd, _, _, w, h in found):
             raise UserError(f"{path} has no box that can be used: {len(found)} are crowds, or not "
@@ -3422,7 +3424,7 @@ class BoxTable(CaptionTable):
         boxes = zlib.crc32(self.table.numpy(), self.annotations)
         self.annotations = zlib.crc32(repr(self.names).encode(), boxes)
         self.queries = [article(name) for name in self.names]
-        self.trained = sorted(set(ids.values()) - set(self.rare))
+        self.trained = sorted({label for _, label, *_ in found})
 
     def value(self, i, content="boxes"):
         """The Boxes of image i."""
