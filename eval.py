@@ -3086,7 +3086,8 @@ def parse_args(argv=None):
     parser = common.Parser(usage="eval.py RUN [RUN ...] [--FLAG VALUE ...]; --help lists the flags",
                            description=__doc__.partition("\n\nA map")[0],
                            epilog=f"tasks:\n{list_rows(TASKS)}\n\npictures:\n{list_rows(PICTURES)}")
-    parser.add_argument("runs", nargs="+", metavar="run", help="directory of a run of train.py")
+    parser.add_argument("runs", nargs="+", metavar="run", type=os.path.normpath,  # a and a/
+                        help="directory of a run of train.py")
     common.add_flags(parser, Flags, GROUPS, "data")
     given = vars(parser.parse_args(argv))
     return given.pop("runs"), given
