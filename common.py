@@ -2837,7 +2837,7 @@ def add_flags(parser, config_class, groups, title):
         elif kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
         elif get_origin(kind) is list:  # list[str]
-            options = {"nargs": "+", "metavar": "STR"}
+            options = {"nargs": "+", "action": "extend", "metavar": "STR"}
         elif kind is list:
             read = functools.partial(read_lines, flag=flag_of(field.name))
             options = {"type": read, "metavar": "FILE"}

@@ -618,7 +618,8 @@ def test_a_path_may_start_with_home_or_a_variable(monkeypatch):
                              "~/{0..3}.tar::$SCRATCH/b.tar"])
     assert (args.out, args.vocab) == ("/home/me/a", "a~b/$HOME")
     assert args.data == "/home/me/{0..3}.tar::/scratch/b.tar"
+    # torch.distributed.launch adds --local-rank
     runs, given = evaluation.parse_args(["--local-rank=0", "~", "./a/", "--data=$SCRATCH", "--query",
-                                         "~5 $NONE", "$5"])  # as torch.distributed.launch adds it
+                                         "~5 $NONE", "--query", "$5"])
     assert runs == ["/home/me", "a"]  # a and a/ are one run in the table of runs
     assert given == {"data": ["/scratch"], "query": ["~5 $NONE", "$5"]}
