@@ -2792,6 +2792,16 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS,
                          formatter_class=HelpFormatter, **more)
 
+    def parse_known_args(self, args=None, namespace=None):
+        """Parse, after ~ and $NAME at the start of a path are expanded. A shell expands neither in
+        quotes, which a pattern of .tar files needs, nor in --flag=VALUE. torch.distributed.launch
+        adds --local-rank, which LOCAL_RANK says, too."""
+        start = re.compile(r"(^|=|::)(~|\$\w+)(?=/|$)")
+        expanded = lambda found: found[1] + os.path.expandvars(os.path.expanduser(found[2]))
+        args = [start.sub(expanded, arg) for arg in (sys.argv[1:] if args is None else args)
+                if not arg.startswith("--local-rank=")]
+        return super().parse_known_args(args, namespace)
+
     def error(self, message):
         """Raise UserError, which one rank of each machine prints."""
         quotes = ", and quote a pattern of .tar files" if ".tar" in message else ""
@@ -2827,7 +2837,7 @@ def add_flags(parser, config_class, groups, title):
         elif kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
         elif get_origin(kind) is list:  # list[str]
-            options = {"nargs": "+", "metavar": "STR"}
+            options = {"nargs": "+", "action": "extend", "metavar": "STR"}
         elif kind is list:
             read = functools.partial(read_lines, flag=flag_of(field.name))
             options = {"type": read, "metavar": "FILE"}
@@ -2981,14 +2991,16 @@ def read_config(run):
 
 def restore_model(model, weights, path, remedy):
     """Load weights, {name: tensor}, into a model. Raises UserError with the remedy if a tensor is
-    missing, extra, of another shape or not finite. path: the file, for the message."""
+    missing, extra, of another shape, not finite or no float. path: the file, for the message."""
     # Weights that do not say which pixels they expect (older checkpoints) keep those of the model.
     constants = {name: x for name, x in model.state_dict().items() if "pixels." in name}
     problem = None
     try:
         model.load_state_dict(constants | weights)
-        if not all(x.isfinite().all() for x in model.state_dict().values()):
-            problem = "holds weights that are NaN or infinite: give another file"
+        for name, x in model.state_dict().items():
+            theirs = weights.get(name, x)  # torch copies integers into floats without an error
+            if x.is_floating_point() > theirs.is_floating_point() or not x.isfinite().all():
+                problem = f"holds weights that are NaN, infinite or no floats, {name}: give another"
     except RuntimeError as error:
         # the first differences of torch's long list; its first line names the class only
         lines = [textwrap.shorten(line, 150) for line in str(error).splitlines()[1:4]]
@@ -3142,10 +3154,15 @@ def check_ranks(facts):
                                 "start all ranks with the same flags, files and --out.")
 
 
-def turn_off_tf32():
-    """Compute fp32 operations in fp32 on GPUs too. TF32 keeps 10 bits of the mantissa, fp32 23."""
-    torch.backends.cudnn.allow_tf32 = False  # torch's default is True, for convolutions
-    torch.backends.cuda.matmul.allow_tf32 = False  # NVIDIA's containers set True
+@contextlib.contextmanager
+def without_tf32():
+    """A context in which GPUs compute fp32 operations in fp32. TF32 keeps 10 bits of the mantissa,
+    fp32 23. torch's default is TF32 for convolutions, NVIDIA's containers set it for products."""
+    with contextlib.ExitStack() as stack:
+        for backend in (torch.backends.cudnn, torch.backends.cuda.matmul):
+            stack.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
+            backend.allow_tf32 = False
+        yield
 
 
 # Weights of others --------------------------------------------------------------------
@@ -3270,9 +3287,9 @@ def load_clip_parts(model, parts):
         theirs = parts.get(name)
         if theirs is not None and theirs.squeeze().ndim <= 2:
             theirs = theirs.squeeze().t()
-        if theirs is None or theirs.shape != ours.shape:
-            raise UserError(f"the file has no {name} of shape {tuple(ours.t().shape)}: give a "
-                            "CLIP with projections, and their width as --embed-dim.")
+        if theirs is None or theirs.shape != ours.shape or not theirs.float().isfinite().all():
+            raise UserError(f"the file has no finite {name} of shape {tuple(ours.t().shape)}: give "
+                            "a CLIP with projections, and their width as --embed-dim.")
         ours.data.copy_(theirs)
     return {name: x for name, x in parts.items() if name not in model.clip_parameters()}
 
@@ -3326,7 +3343,7 @@ def timm_weights(encoder):
 #
 # A source with the content "boxes" also has
 #   queries    a text for each class, "a red circle"
-#   trained    the numbers of the classes to train on: all but the rare ones
+#   trained    the numbers of the classes to train on: those with a box, but not the rare ones
 #   value(i)   the Boxes of image i; the world has world_boxes instead
 
 
@@ -3344,7 +3361,8 @@ class Boxes(NamedTuple):
 class BoxTable(CaptionTable):
     """Images with boxes, of a file like COCO's instances_val2017.json or LVIS's lvis_v1_val.json.
 
-    names: the classes in the order of their ids. rare: the numbers of the rare classes of LVIS.
+    names: the classes in the order of their ids; categories of one name are one class, because a
+    detector is asked by name. rare: the numbers of the rare classes of LVIS.
     split: "train" leaves out the boxes of rare classes (SPARC, Sec. 4.5), other splits have them.
 
     Boxes that no detector can find are left out and counted. Boxes that reach out of the image stay
@@ -3362,10 +3380,11 @@ class BoxTable(CaptionTable):
             # LVIS has no file names, but addresses, http://HOST/val2017/000000397133.jpg
             files = [image.get("file_name") or "/".join(image["coco_url"].split("/")[-2:])
                      for image in images]
-            self.names = [c["name"].replace("_", " ") for c in classes]
+            names = [c["name"].replace("_", " ") for c in classes]
+            self.names = [*dict.fromkeys(names)]
             self.sizes = np.array([(image["width"], image["height"]) for image in images], float)
             rows = {image["id"]: i for i, image in enumerate(images)}
-            ids = {c["id"]: i for i, c in enumerate(classes)}
+            ids = {c["id"]: self.names.index(name) for c, name in zip(classes, names)}
             found, skipped = [], {}
             for a in data["annotations"]:
                 row, label, box = rows.get(a["image_id"]), ids.get(a["category_id"]), a.get("bbox")
@@ -3379,7 +3398,7 @@ class BoxTable(CaptionTable):
             self.absent = [known and [ids[c] for c in known] for known in absent]
             partial = [image.get("not_exhaustive_category_ids", ()) for image in images]
             self.partial = [[ids[c] for c in known] for known in partial]
-            self.rare = [i for i, c in enumerate(classes) if c.get("frequency") == "r"]
+            self.rare = [ids[c["id"]] for c in classes if c.get("frequency") == "r"]
         # crowds teach nothing; boxes of one pixel are shares of the sides
         if all(is_crowd or max(w, h) <= 1 for _, _, is_crowd, _, _, w, h in found):
             raise UserError(f"{path} has no box that can be used: {len(found)} are crowds, or not "
@@ -3405,7 +3424,7 @@ class BoxTable(CaptionTable):
         boxes = zlib.crc32(self.table.numpy(), self.annotations)
         self.annotations = zlib.crc32(repr(self.names).encode(), boxes)
         self.queries = [article(name) for name in self.names]
-        self.trained = sorted(set(ids.values()) - set(self.rare))
+        self.trained = sorted({label for _, label, *_ in found})
 
     def value(self, i, content="boxes"):
         """The Boxes of image i."""

@@ -521,6 +521,7 @@ class Embedder:
                 bar.update(len(part))
 
     @torch.no_grad()
+    @common.without_tf32()
     def compute(self, encode, *inputs):
         """encode(*inputs), or the method of this name -> fp32 on the CPU. Raises UserError if a
         number is NaN or infinite."""
@@ -1276,15 +1277,22 @@ def davis_files(directory, name):
 
 
 def read_objects(files):
-    """Pairs (frame, map) of files -> object ids (f, H, W), uint8, 0 for the background."""
+    """Pairs (frame, map) of files -> object ids (f, H, W), uint8, 0 for the background. The objects
+    of the first map get the ids 1, 2, ..., because an id without an object would count as found.
+    Other objects are background, as in DAVIS's code."""
     truth = []
     for _, path in files:
         with common.explained(BROKEN, f"The map {path} cannot be read"):
             truth.append(common.patiently(read_ids, path))
             if truth[-1].shape != truth[0].shape:
                 raise ValueError(f"its size is not that of the first map, {files[0][1]}")
+    objects = [i for i in truth[0].unique().tolist() if 0 < i < 255]
+    numbers = [1 + objects.index(i) if i in objects else 0 for i in range(256)]
     truth = torch.stack(truth)
-    return truth.masked_fill(truth == 255, 0)
+    ids = torch.tensor(numbers, dtype=torch.uint8)[truth.int()]
+    if (ids[truth % 255 > 0] == 0).any():
+        print(f"note: {path.parent} has objects that its first map lacks: they do not count")
+    return ids
 
 
 def read_frames(files, size, patch_size):
@@ -2812,9 +2820,10 @@ def write_line(run, record, is_complete=True, again=False):
             file.write(b"\n".join([*kept, new, b""]))
 
 
-def path_words(path):
-    """The words of a path, for the name of a file: folders keep files of one name apart."""
-    return re.sub("[^A-Za-z0-9]+", "-", str(path))[-60:].strip("-")
+def path_words(text):
+    """The words of a path, a query or a caption, for the name of a file: the words of folders and
+    texts keep their results apart. At most 60 bytes, because a name has at most 255."""
+    return re.sub(r"\W+", "-", str(text)).encode()[-60:].decode(errors="ignore").strip("-")
 
 
 def output_path(run, options, name):
@@ -2884,8 +2893,8 @@ def numbered(pairs):
 
 
 def search(embedder, data, options, run):
-    """Answer --query about the images of `data`, and draw search.png. A query is a caption or, for
-    STAIR, words with AND, OR, NOT (STAIR, App. D)."""
+    """Answer --query about the images of `data`, and draw QUERY-search.png. A query is a caption
+    or, for STAIR, words with AND, OR, NOT (STAIR, App. D)."""
     refuse_useless_flags(options, data.kind)
     is_stair = bool(embedder.model.encode_words)
     if not (data.captioned or data.labelled):
@@ -2925,7 +2934,8 @@ def search(embedder, data, options, run):
             "STAIR's words alone need no text encoder. The score of a query with AND, OR, NOT is "
             "the sum of its words' weights.")
     page = sheet("The images that each query finds, and their scores.", note, rows)
-    return save_figures({output_path(run, options, "search.png"): page}, embedder.step)
+    name = f"{path_words(' '.join(options.query))}-search.png"
+    return save_figures({output_path(run, options, name): page}, embedder.step)
 
 
 def answers(embedder, index, queries):
@@ -3076,7 +3086,8 @@ def parse_args(argv=None):
     parser = common.Parser(usage="eval.py RUN [RUN ...] [--FLAG VALUE ...]; --help lists the flags",
                            description=__doc__.partition("\n\nA map")[0],
                            epilog=f"tasks:\n{list_rows(TASKS)}\n\npictures:\n{list_rows(PICTURES)}")
-    parser.add_argument("runs", nargs="+", metavar="run", help="directory of a run of train.py")
+    parser.add_argument("runs", nargs="+", metavar="run", type=os.path.normpath,  # a and a/
+                        help="directory of a run of train.py")
     common.add_flags(parser, Flags, GROUPS, "data")
     given = vars(parser.parse_args(argv))
     return given.pop("runs"), given
@@ -3127,11 +3138,11 @@ def evaluate_run(run, given, device, failed):
     return settings, evaluate_and_show(embedder, data, options, run, failed)
 
 
+@common.without_tf32()
 def main(argv=None):
     """Evaluate, search or export, as the command line says."""
     runs, given = parse_args(argv)
     check_flags(runs, given)
-    common.turn_off_tf32()
     device = common.init_distributed()
     # the ranks share an evaluation; what encodes few images, or writes alone, is rank 0's
     if common.this_rank()[0] == 0 or not given.keys() & {"export", "image", "query"}:
@@ -3152,9 +3163,9 @@ def run_command(runs, given, device):
         specs = []
         for run in runs:
             embedder, _ = load_run(run, device, flags.checkpoint)
-            path = Path(run, f"{path_words(Path(flags.image).with_suffix(''))}-pair.png")
             page = draw_pair(embedder, flags.image, flags.caption)
-            failed += save_figures({path: page}, embedder.step)
+            name = f"{path_words(flags.image)}-{path_words(flags.caption)}-pair.png"
+            failed += save_figures({Path(run, name): page}, embedder.step)
     metrics = collections.defaultdict(dict)  # {run: {--data: its metrics}}
     for spec in specs:
         evaluated = {}

@@ -71,6 +71,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Literal
@@ -1285,9 +1286,10 @@ ASK, ASK_STEPS = 2, 10
 class Stop:
     """Notes a signal, so that the run can save and end after its step.
 
-    A signal that is ignored stays ignored, as SIGHUP under nohup. A second Ctrl-C ends the run at
-    once. With several ranks it does not, because Slurm and torchrun may both send a signal for one
-    Ctrl-C. at_once: any signal ends the run at once.
+    A signal that is ignored stays ignored, as SIGHUP under nohup. No signal is noted in a thread
+    other than the main one, because Python forbids it. A second Ctrl-C ends the run at once. With
+    several ranks it does not, because Slurm and torchrun may both send a signal for one Ctrl-C.
+    at_once: any signal ends the run at once.
     """
 
     FAILED = 10_000  # noted after the disk or the last evaluation failed, above all signals
@@ -1295,7 +1297,8 @@ class Stop:
     def __init__(self, at_once=False):
         self.noted, self.error, self.at_once = 0, None, at_once
         self.steps, self.left, self.asked = 1, 1, time.monotonic()
-        self.before = {number: signal.signal(number, self.note) for number in SIGNALS
+        numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        self.before = {number: signal.signal(number, self.note) for number in numbers
                        if signal.getsignal(number) != signal.SIG_IGN}
 
     def restore(self):
@@ -1661,10 +1664,10 @@ def made_up_batch(args, method, model, n):
 # training at the next step (see Stop) and ends the program as that signal would.
 
 
+@common.without_tf32()
 def main(argv=None):
     """Train as the command line says -> the signal that stopped the run, if any."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
-    common.turn_off_tf32()
     device = common.init_distributed()
     try:
         with claim_run(args) as out:

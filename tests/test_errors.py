@@ -183,7 +183,7 @@ ERRORS = [
      {"visual.transformer.resblocks.1.ln_1.weight": 16}),
     ("clip", TEXT.format("size mismatch for embedding") + ".* and --vocab its words",
      {"token_embedding.weight": (20, 16)}),
-    *(("clip", rf"^--init-weights clip.pt: the file has no {part} of shape \(.*\): give a CLIP",
+    *(("clip", rf"^--init-weights clip.pt: the file has no finite {part} of shape \(.*\): give a CLIP",
        {part: shape}) for part, shape in (
         ("visual.proj", None), ("visual.proj", (2, 3, 4)), ("text_projection", (9, 8)))),
     ("sparc --init-weights 0", "^--init-weights: 0 cannot be read: .* Remedy: give another file.$", "broken"),
@@ -196,7 +196,7 @@ ERRORS = [
      saved({"patch_embed.proj.weight": torch.ones(2)})),
     (lambda: restore_model(torch.nn.Linear(1, 1), {"weight": torch.tensor([[math.nan]]),
                                                    "bias": torch.ones(1)}, "a.pt", ""),
-     "a.pt holds weights that are NaN or infinite: give another file"),
+     "a.pt holds weights that are NaN, infinite or no floats, weight: give another"),
     ("eval runs/sparo --export out.pt", "--export writes a ViT of timm's architecture, but this"),
     ("eval runs/bam runs/sparc --export out.pt", "--export writes the weights of one run: .*not 2"),
 

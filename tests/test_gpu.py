@@ -32,7 +32,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", conftest.HAS_GPU)
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    common.turn_off_tf32()
+    with common.without_tf32():
+        yield
 
 
 def gradient_of(model, batch, device="cpu", dtype=torch.float64, amp=None):
@@ -279,4 +280,3 @@ def test_products_are_exact_in_fp32_outside_of_half_precision():
     assert (convolved - expected).norm() / expected.norm() < 1e-6
     torch.backends.cuda.matmul.allow_tf32 = True
     assert error() > 1e-5
-    common.turn_off_tf32()

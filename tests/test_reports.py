@@ -371,10 +371,15 @@ def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
 def test_workers_batch_and_device_are_flags_and_tf32_is_off(run_of, monkeypatch):
     run, used = str(run_of("sparc")), []
     monkeypatch.setattr(evaluation, "evaluate_and_show", lambda embed, data, options, *_: used.append(
-        (embed.workers, embed.chunk, embed.device, options.workers)) or {})
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+        (embed.workers, embed.chunk, embed.device, options.workers,
+         any(backend.allow_tf32 for backend in backends))) or {})
+    backends = torch.backends.cudnn, torch.backends.cuda.matmul
+    for backend in backends:
+        backend.allow_tf32 = True
+    model = evaluation.load_run(run)[0]
+    assert model.encode_batches([torch.ones(1)], lambda x: x * backends[0].allow_tf32) == 0
     evaluation.main([run, *"--workers 3 --batch 7 --device cpu".split()])
-    assert used == [(3, 7, "cpu", 3)]
+    assert used == [(3, 7, "cpu", 3, False)]
     monkeypatch.setattr(evaluation, "load_run", lambda run, device, checkpoint: used.append(device)
                         or 1 / 0)
     for device in ("cuda:1", "cpu"):
@@ -382,7 +387,7 @@ def test_workers_batch_and_device_are_flags_and_tf32_is_off(run_of, monkeypatch)
         with pytest.raises(ZeroDivisionError):
             evaluation.main(["run"])
     assert used[1:] == ["cuda:1", "cpu"]
-    assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+    assert all(backend.allow_tf32 for backend in backends)                  # as before
 
 
 def test_printed_metrics_have_their_chance_levels(run_of, tmp_path, capsys):
@@ -491,7 +496,7 @@ def test_one_image_and_one_caption_have_maps(run_of, tmp_path, monkeypatch, caps
     rows_of(monkeypatch, evaluation.draw_pictures, model, data, {"alignment", "queries"})
     rows_of(monkeypatch, evaluation.draw_pair, model, tmp_path / "a.jpg", "a red ring")
     evaluation.main(flags)
-    path, = run.glob("*a-pair.png")  # the name has the folders, too
+    path, = run.glob("*a-jpg-a-red-ring-pair.png")  # the name has the folders, too
     assert str(path) in capsys.readouterr().out
     found = model.maps(Image.open(tmp_path / "a.jpg"), "a red ring")
     ids, mask = model.tokenize(["a red ring"])
@@ -603,3 +608,18 @@ def test_class_folders_are_evaluated_with_the_caption_of_training(tmp_path):
         other = train.parse_args([*SMALL["sparc"], "--data", spec])
         train.open_training_data(other, train.METHODS["sparc"])
         assert evaluation.options_of({"data": str(folders)}, other).templates is None
+
+
+def test_a_path_may_start_with_home_or_a_variable(monkeypatch):
+    """A shell expands neither in quotes, which a pattern of shards needs, nor behind --flag=."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    args = train.parse_args(["--method", "sparc", "--out=~/a", "--vocab", "a~b/$HOME", "--data",
+                             "~/{0..3}.tar::$SCRATCH/b.tar"])
+    assert (args.out, args.vocab) == ("/home/me/a", "a~b/$HOME")
+    assert args.data == "/home/me/{0..3}.tar::/scratch/b.tar"
+    # torch.distributed.launch adds --local-rank
+    runs, given = evaluation.parse_args(["--local-rank=0", "~", "./a/", "--data=$SCRATCH", "--query",
+                                         "~5 $NONE", "--query", "$5"])
+    assert runs == ["/home/me", "a"]  # a and a/ are one run in the table of runs
+    assert given == {"data": ["/scratch"], "query": ["~5 $NONE", "$5"]}

@@ -418,7 +418,12 @@ def test_a_run_is_read_and_searched(tmp_path, run_of, monkeypatch, capsys):
     scores = embed.images(images) @ query
     best = [f"{i} ({scores[i]:.2f})" for i in scores.topk(8).indices.tolist() if scores[i] > 0]
     assert f"a red circle (words alone): {', '.join(best) or 'nothing'}\n" in shown
-    assert (run / "search.png").exists()
+    assert (run / "a-red-circle-Red-AND-NOT-blue-red-AND-NOT-red-search.png").exists()
+    before = {*run.iterdir()}
+    for query in ("красный", "中文", "中_文", "中文" * 40):  # each has a picture of its own
+        data = evaluation.Options(data="/x", is_own=True)
+        (run / evaluation.output_path(run, data, f"{evaluation.path_words(query)}-search.png")).touch()
+    assert len({*run.iterdir()} - before) == 4
 
 
 def test_images_in_files_are_searched(tmp_path, monkeypatch, capsys):
@@ -433,7 +438,7 @@ def test_images_in_files_are_searched(tmp_path, monkeypatch, capsys):
         chunks = evaluation.chunks
         patch.setattr(evaluation, "chunks", lambda items, n: chunks(items, 1))
         evaluation.main([str(run), "--data", str(tmp_path / "data"), "--query", "red"])
-    assert len([*run.glob("*data-search.png")]) == 1 and not (run / "search.png").exists()
+    assert len([*run.glob("*data-red-search.png")]) == 1
     shards = write_shards(tmp_path, [4])  # a search needs neither captions nor labels
     capsys.readouterr()
     evaluation.main([str(run), "--data", shards, "--query", "red"])
@@ -470,7 +475,7 @@ def test_models_with_text_are_searched_by_cosine(name, run_of, tmp_path, capsys)
     found = re.findall(r"(\S+png) \((.*?)\)", out)
     assert {float(score) for _, score in found} == {round(score, 2) for score, _ in best}
     assert len(found) == 8 and {path for path, _ in found} <= set(paths)
-    assert len([*run.glob("*photos-search.png")]) == 1
+    assert len([*run.glob("*photos-a-red-ring-search.png")]) == 1
 
 
 WORDS = ["[PAD]", "red", "blue", "circle", "star", "the"]

@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 import weakref
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -230,7 +231,21 @@ def test_tf32_is_used_only_in_updates_of_half_precision(tmp_path, monkeypatch, a
     matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # as in NVIDIA's containers
     train.main([*SPARC, "--amp", amp, "--steps", "2", "--out", str(tmp_path)])
     assert set(seen) == {(True, amp == "bf16"), (False, False), ("end", False, False)}
-    assert not torch.backends.cudnn.allow_tf32
+    assert matmul.allow_tf32 and torch.backends.cudnn.allow_tf32            # as before
+
+
+def test_main_is_a_function_in_any_thread_and_leaves_nothing_changed(tmp_path):
+    def state():
+        handlers = [signal.getsignal(number) for number in train.SIGNALS]
+        return handlers, os.getcwd(), torch.get_num_threads(), torch.get_default_dtype()
+
+    before = state()
+    with ThreadPool(1) as pool:  # Python handles signals in the main thread alone
+        pool.apply(train.main, ([*SPARC, "--steps", "1", "--out", str(tmp_path / "run")],))
+        pool.apply(evaluation.main, ([str(tmp_path / "run"), "--task", "zeroshot"],))
+    with pytest.raises(UserError, match="already has a"):
+        train.main([*SPARC, "--out", str(tmp_path / "run")])
+    assert state() == before
 
 
 @pytest.mark.parametrize("name, objective", [("sparc", "filip"), ("dino", "dino")])

@@ -194,7 +194,7 @@ def moving_squares():
     return ids
 
 
-def test_objects_of_a_video_in_davis_folders(tmp_path):
+def test_objects_of_a_video_in_davis_folders(tmp_path, capsys):
     """Enlarged maps have round corners: 4 + 3 + 2 + 1 of a square's 400 pixels are lost at each.
     Where an object is hidden, and nothing is found, J and F are 1."""
     write_video(tmp_path, "squares", moving_squares())
@@ -213,6 +213,14 @@ def test_objects_of_a_video_in_davis_folders(tmp_path):
         assert result[f"video/T{T}/F"] == pytest.approx((f + (f + 1 + f) / 3) / 2)
         both = (result[f"video/T{T}/J"] + result[f"video/T{T}/F"]) / 2
         assert result[f"video/T{T}"] == pytest.approx(both)
+    # other numbers for the objects, and one that the first map lacks, change nothing
+    ids = np.array([0, 3, 9])[moving_squares() % 255]
+    ids[3, :5, :5] = 5
+    for i, truth in enumerate(ids.astype(np.uint8)):
+        Image.fromarray(truth).save(tmp_path / f"Annotations/480p/squares/{i:05}.png")
+    assert capsys.readouterr().out == ""
+    assert evaluation.evaluate(embedder, *opened(tmp_path)) == result
+    assert "squares has objects that its first map lacks: they do" in capsys.readouterr().out
     write_files(tmp_path, {"ImageSets/2017/val.txt": "squares\n\nsquares\n"})
     assert len([*opened(tmp_path)[0].videos(80)]) == 1                      # listed twice
     shutil.copytree(tmp_path / "JPEGImages/480p/squares", tmp_path / "JPEGImages/480p/a b")

@@ -114,6 +114,20 @@ def test_each_method_loads_the_parts_of_a_clip_that_it_has(name, settings, taken
         assert torch.equal(parameter, parts[part].T if parts[part].ndim else parts[part])
 
 
+@pytest.mark.parametrize("wrong", [lambda x: (100 * x).to(torch.int8), lambda x: x > 0,
+                                   lambda x: x / 0])
+def test_weights_that_are_no_finite_floats_are_refused_wherever_they_are_loaded(wrong):
+    with pytest.raises(UserError, match="holds weights that are NaN, infinite or no floats"):
+        vit = tiny_vit()
+        state = common.timm_weights(vit)["model"]
+        name = "blocks.0.attn.qkv.weight"
+        common.load_timm(vit, state | {name: wrong(state[name])})
+    model = model_of("sparc", tiny_vit(cls=True), tiny_text(), embed_dim=8)
+    parts = {"visual.proj": torch.randn(WIDTH, 8), "logit_scale": torch.tensor(4.5)}
+    with pytest.raises(UserError, match="the file has no finite text_projection of shape"):
+        common.load_clip_parts(model, parts | {"text_projection": parts["visual.proj"] / 0})
+
+
 def test_a_clip_with_clips_words_needs_clips_vocabulary():
     encoders = tiny_vit(**CLIP_IMAGE), tiny_text(causal=True, vocab_size=49408)
     state = clip_names(*map(random_weights, encoders))
