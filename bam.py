@@ -64,6 +64,10 @@ class Config:
     activation: Literal["gelu", "relu"] = "gelu"  # in the projector; relu for ResNet-50 (App. C)
 
 
+# Defined below "stop here": in_fp32, Gather, image_ids, in_parts, entropy, BatchNorm, mean_cosine,
+# effective_rank, and what refuses wrong arguments (check_..., checked_...).
+
+
 def fp32(function):
     """A decorator for losses. It casts half-precision arguments to float32, keeps float64, and
     turns autocast off (in_fp32, below)."""

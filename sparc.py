@@ -68,6 +68,10 @@ class Config:
     token_mean: Literal["caption", "batch"] = "caption"
 
 
+# Defined below "stop here": in_fp32, Gather, own_columns, in_rows, mean_of_batch, softmax_weights,
+# and what refuses wrong arguments (check_..., checked_...).
+
+
 def fp32(function):
     """A decorator for losses. It casts half-precision arguments to float32, keeps float64, and
     turns autocast off (in_fp32, below)."""
@@ -85,6 +89,7 @@ def all_ranks(x):
 
 # L_g = -1/2B sum_i [ log softmax_j(cos(vbar_i, tbar_j) / tau)_i
 #                   + log softmax_j(cos(tbar_i, vbar_j) / tau)_i ]               (Eq. 1)
+# cross_entropy(x, i) is -1/B sum_i log softmax(x_i)_i.
 @fp32
 def global_loss(v, t, scale, *, gather=all_ranks):
     """CLIP's loss of vbar (v) and tbar (t), (B, E), this rank's rows, normalised here -> scalar.
@@ -93,19 +98,10 @@ def global_loss(v, t, scale, *, gather=all_ranks):
     batches differ from those of one large batch: each small batch has fewer negatives."""
     check_pairs(v, t, scale)
     vbar, tbar = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
-    return contrast(scale * vbar @ gather(tbar).T, gather)      # logits (B, world * B)
-
-
-def contrast(logits, gather=all_ranks):
-    """Eq. 1 of logits (B, world * B). Rows are this rank's images, columns all ranks' captions."""
-    i = own_columns(logits)                                         # (B,), below
-    positive = logits.take_along_dim(i[:, None], 1)[:, 0]           # (B,)
-    v_to_t = positive - logits.logsumexp(1)   # (B,)  log softmax_j(cos(vbar_i, tbar_j) / tau)_i
-    # A caption's softmax is over the images of all ranks. Each rank sums over its own images and
-    # sends one sum per caption. This is less to send than the embeddings of the images.
-    sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)   # (world * B,)
-    t_to_v = positive - sums[i]               # (B,)  log softmax_j(cos(tbar_i, vbar_j) / tau)_i
-    return -(v_to_t + t_to_v).mean() / 2
+    v_to_t = scale * vbar @ gather(tbar).T           # (B, world * B)  cos(vbar_i, tbar_j) / tau
+    t_to_v = scale * tbar @ gather(vbar).T           # (B, world * B)  cos(tbar_i, vbar_j) / tau
+    i = own_columns(v_to_t)                          # (B,), the columns j = i
+    return (F.cross_entropy(v_to_t, i) + F.cross_entropy(t_to_v, i)) / 2
 
 
 # s_lp = t_l . v_p
@@ -593,6 +589,18 @@ def in_chunks(scores, x, y):
     size = len(x) * x.shape[1] * y.shape[1]                        # similarities to one y
     columns = in_rows(lambda part: scores(x, part).transpose(0, 1), y, size=size)
     return columns.transpose(0, 1)
+
+
+def contrast(logits, gather):
+    """Eq. 1 of logits (b, B) in place of cosines: rows are this rank's images, columns all ranks'
+    captions -> scalar. One matrix serves both directions, because it is costly here: each rank sums
+    over its own images, and sends one sum per caption."""
+    i = own_columns(logits)                                         # (b,)
+    positive = logits.take_along_dim(i[:, None], 1)[:, 0]           # (b,)
+    v_to_t = positive - logits.logsumexp(1)   # (b,)  log softmax over captions
+    sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)   # (B,)
+    t_to_v = positive - sums[i]               # (b,)  log softmax over images
+    return -(v_to_t + t_to_v).mean() / 2
 
 
 def gather_captions(tokens, gather):

@@ -16,7 +16,7 @@ B images or captions have n outputs of width d each. The vocabulary has |V| word
     e, b        e, b                 (|V|, D), (|V|,) Eq. 4; e: the text encoder's embedding
     p(h_j)      p                    (B, n, |V|)      Eq. 4
     enc         v of images, t of texts  (B, |V|)     Eq. 5; the weights of the words; E() of Eq. 1
-    mask(y)     caption_mask, mask_y (B, |V|)         Eq. 8; 1 if the caption has the token
+    mask(y)     caption_mask         (B, |V|)         Eq. 8; 1 if the caption has the token
     lambda_1,2  lambda_image, _text  scalar           Eq. 7
     1 / T       scale                scalar           Eq. 3; learned
 
@@ -56,6 +56,10 @@ class Config:
     init_scale: float = 1 / 0.07  # initial 1 / T of the contrastive loss (Eq. 3; CLIP, Sec. 2.5)
 
 
+# Defined below "stop here": in_fp32, Gather, own_columns, streamed, as_bools, continue_stage, and
+# what refuses wrong arguments (check_..., checked_...).
+
+
 def fp32(function):
     """A decorator for losses. It casts half-precision arguments to float32, keeps float64, and
     turns autocast off (in_fp32, below)."""
@@ -73,7 +77,7 @@ def all_ranks(x):
 
 # M(x, y) = cos(enc(x), enc(y))                                                      (Eq. 2)
 # L_con = -1/B sum_i log( exp(M(x_i, y_i) / T) / sum_j exp(M(x_i, y_j) / T) )        (Eq. 3)
-# What runs: -log(exp(M_ii / T) / sum_j exp(M_ij / T)) = log sum_j exp(M_ij / T) - M_ii / T
+# cross_entropy(x, i) is -1/B sum_i log( exp(x_ii) / sum_j exp(x_ij) ).
 @fp32
 def contrastive_loss(v, t, scale, *, gather=all_ranks):
     """The mean of Eq. 3 and its mirror, from text to image, a scalar. v, t (B, |V|): enc of this
@@ -84,15 +88,10 @@ def contrastive_loss(v, t, scale, *, gather=all_ranks):
     check_pairs(v, t, scale)
     v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
     t = F.normalize(t, dim=-1, eps=0.5)
-    logits = scale * v @ gather(t).T                                 # (B, world * B)  M / T
-    i = own_columns(logits)                                          # (B,), below
-    positive = logits.take_along_dim(i[:, None], 1)[:, 0]            # (B,)  M_ii / T
-    image_to_text = logits.logsumexp(1) - positive                   # (B,)
-    # A text is compared with the images of all ranks. Each rank sums over its own images and sends
-    # one sum per text. This is less to send than the encodings of the images.
-    sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)    # (world * B,)
-    text_to_image = sums[i] - positive                               # (B,)
-    return (image_to_text + text_to_image).mean() / 2
+    image_to_text = scale * v @ gather(t).T           # (B, world * B)  M(x_i, y_j) / T
+    text_to_image = scale * t @ gather(v).T           # (B, world * B)  M(x_j, y_i) / T
+    i = own_columns(image_to_text)                    # (B,), the columns j = i
+    return (F.cross_entropy(image_to_text, i) + F.cross_entropy(text_to_image, i)) / 2
 
 
 # L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2,  N: the images or captions of all ranks (Eq. 6)
@@ -148,7 +147,7 @@ class TokenProjectionHead(nn.Module):
             mask = checked_mask(mask, h.shape[:2])
             h = h.masked_fill(~mask[..., None], 0.0)                     # 0 * NaN would be NaN
         e = self.embedding.weight if e is None else e
-        b = self.bias.masked_fill(~self.valid, -math.inf)
+        b = self.bias.masked_fill(~self.valid, -math.inf)  # special tokens are never active
         # streamed (below) is encode in less memory. differs: `revived` words get a gradient at 0
         return streamed(self.transform(h), e, b, mask, revived, self.training)
 
@@ -240,9 +239,9 @@ class Model(nn.Module):
         Returns {"loss": scalar, and scalars to log}."""
         cfg, scale = self.config, self.log_scale.exp()
         tokens, mask = batch["tokens"], batch["mask"]
-        mask_y = self.caption_words(tokens, mask)                 # (B, |V|)
         # differs: up to stage revive_until, a caption's words get a gradient even at weight 0.
-        revived = mask_y > 0 if self.number <= cfg.revive_until else None
+        revives = self.number <= cfg.revive_until
+        revived = self.caption_words(tokens, mask) > 0 if revives else None   # (B, |V|)
         v = self.image_encoding(batch["images"], revived)         # (B, |V|)
         t = self.text_encoding(tokens, mask, revived)             # (B, |V|)
         contrast = contrastive_loss(v, t, scale, gather=gather)
