@@ -1257,22 +1257,24 @@ def logistic_regression(head, x, labels, l2):
 
 
 if __name__ == "__main__":
-    # Sinkhorn's balancing (Sec. 3.3): image 0 is a hub, similar to all other images. Without
-    # balancing all images would have the hub as their target, and become equal.
+    print("Image 1 of four is a hub: all others are similar to it. A target says how similar an\n"
+          "image should be to each other image. What each of the four gets from all targets:")
     S = torch.tensor([[-1e30, 0.5, 0.5, 0.5], [0.5, -1e30, 0.4, 0.0],
                       [0.5, 0.4, -1e30, 0.0], [0.5, 0.0, 0.0, -1e30]])    # masked (Eq. 3)
-    for name, B in ("without balancing", attention(S, 0.1)), ("balanced", sinkhorn(S, 0.1, 50)):
-        sums = " ".join(f"{share:.2f}" for share in B.sum(0).tolist())
-        print(f"{name:17}  how much of all targets each of four images gets: {sums}")
-    # The loss never compares the two views of an image, and yet they become similar (Sec. 3.2).
-    torch.manual_seed(0)
-    z = torch.randn(256, 32, requires_grad=True)  # two views of 128 images
-    for step in range(121):
-        loss, entropy_a, entropy_b = bam_loss(z, 2, entropies=True)
-        loss.backward()
-        if step % 40 == 0:
-            cosine = F.cosine_similarity(*z.detach().chunk(2)).mean()
-            print(f"step {step:3}: loss {loss:.3f}, cosine of the two views {cosine:.2f}, entropy "
-                  f"of attention A {entropy_a:.2f}, of targets B {entropy_b:.2f}")
-        z.data -= 200 * z.grad
-        z.grad = None
+    targets = {"softmax (Eq. 1)": attention(S, 0.1), "balanced (Eq. 4)": sinkhorn(S, 0.1, 50)}
+    for name, B in targets.items():
+        print(f"  {name:17}", *[f"{share:5.2f}" for share in B.sum(0)])
+    print("The loss never compares two views of one image. It compares their similarities to all\n"
+          "other images. Yet the two views become similar. Their cosine after 0, 40, 80 and 120\n"
+          "steps, with targets that are:")
+    for name, target in ("softmax (Eq. 2)", "softmax"), ("balanced (Eq. 5)", "balanced"):
+        torch.manual_seed(0)
+        z, cosines = torch.randn(256, 32, requires_grad=True), []         # 2 views of 128 images
+        settings = Settings(target=target, teacher=False)
+        for step in range(121):
+            ablated_loss(z, 2, None, 2, settings)[0].backward()
+            if step % 40 == 0:
+                cosines.append(F.cosine_similarity(*z.detach().chunk(2)).mean())
+            z.data -= 200 * z.grad
+            z.grad = None
+        print(f"  {name:17}", *[f"{cosine:5.2f}" for cosine in cosines])

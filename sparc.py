@@ -1227,17 +1227,32 @@ def average_precisions(found, truths, most=100):
 
 
 if __name__ == "__main__":
-    # An image has 9 patches. Four of them resemble the four words of its caption, five are noise.
+    print("An image has 9 patches, and a caption four words. Each word is seen on two patches. A\n"
+          "word gives each patch a weight (Eq. 2-4). c is the weighted mean of patches (Eq. 5).\n")
     torch.manual_seed(0)
-    tokens, patches = torch.randn(64, 4, 32), 0.3 * torch.randn(64, 9, 32)
-    place = torch.rand(64, 9).argsort(1)[:, :4]                         # (B, L)
-    patches.scatter_add_(1, place[..., None].expand(-1, -1, 32), tokens)
-    print(f"A word's weights of 9 patches in %; patch {place[0, 0]} shows the word")
-    for name, sigma in ("without threshold (Eq. 2, 4)", 0.0), ("sparse (Eq. 2 to 4)", 1 / 9):
-        row = alignment_weights(tokens, patches, sigma)[0, 0]           # (P,)
-        print(f"  {name:29}", *[f"{weight:3.0f}" for weight in (100 * row).tolist()])
-    # Its patches (Eq. 5) must be nearer to a word than to the other words of the caption (Eq. 6).
-    mask = torch.ones(64, 4, dtype=torch.bool)
+    B, L, P, E = 64, 4, 9, 32
+    tokens, patches = torch.randn(B, L, E), 0.5 * torch.randn(B, P, E)
+    place = torch.rand(B, P).argsort(1)[:, :8]                          # (B, 2 L)
+    patches.scatter_add_(1, place[..., None].expand(-1, -1, E), tokens.repeat_interleave(2, 1))
+    mask = torch.ones(B, L, dtype=torch.bool)
+    one, two = sorted(place[0, :2].tolist())
+    print("                                                             cosine of c with\n"
+          f"weights of a word on patches {one + 1} and {two + 1}, in %",
+          "            its word   other words")
+    forms = {
+        "equal weights": lambda tokens, patches: tokens.new_full((B, L, P), 1 / P),
+        "softmax (Table 8)": softmax_weights,
+        "no threshold": lambda tokens, patches: alignment_weights(tokens, patches, 0.0),
+        "sigma = 1 / P": alignment_weights,
+        "sigma = 0.5": lambda tokens, patches: alignment_weights(tokens, patches, 0.5)}
+    for name, align in forms.items():
+        a = align(tokens, patches)                                      # (B, L, P)
+        cosines = F.normalize(a @ patches, dim=-1) @ F.normalize(tokens, dim=-1).transpose(1, 2)
+        own = cosines.diagonal(dim1=1, dim2=2).mean()
+        others = (cosines.mean() - own / L) * L / (L - 1)
+        row = " ".join(f"{100 * weight:3.0f}" for weight in a[0, 0])
+        print(f"{name:18}{row}{own:14.2f}{others:14.2f}")
     right = fine_grained_loss(tokens, patches, mask, 10.0)
     wrong = fine_grained_loss(tokens, patches.roll(1, 0), mask, 10.0)
-    print(f"L_f (Eq. 6) with the right images {right:.3f}, with wrong images {wrong:.3f}")
+    print("\nL_f (Eq. 6) is low if c is nearer to its word than to the other words. It is\n"
+          f"{right:.2f} with the right images, and {wrong:.2f} with wrong images.")

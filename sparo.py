@@ -1011,9 +1011,11 @@ def change_of_means(rows):
 
 
 if __name__ == "__main__":
-    # An image has a token for its colour, one for its shape and 8 of noise; a caption has a word
-    # for each of the two. Encodings learn which caption is whose (Eq. 2). Nothing tells slots what
-    # to look for, and yet each slot comes to hold one of the two. One wide head holds both.
+    print("A picture has 10 tokens: its colour, its shape and 8 of noise. Its caption has a word\n"
+          "for each of the two. Heads read both (Eq. 1). They learn only which caption belongs to\n"
+          "which picture, by the mean similarity of their slots (Eq. 2).\n\n"
+          "               attention to      finds a caption with the same\n"
+          "               colour   shape    colour   shape (chance 12 %)")
     pairs = torch.cartesian_prod(torch.arange(8), torch.arange(8))     # a colour and a shape each
 
     def outputs(ids):
@@ -1022,16 +1024,14 @@ if __name__ == "__main__":
         x[:, :2] += looks[torch.arange(2), ids]
         return x, words[torch.arange(2), ids]
 
-    print("            weights on the    finds the caption's (chance 12 %)")
-    print("             colour   shape   colour   shape")
-    for name, L, V in ("one head", 1, 32), ("slot {}", 4, 8):
+    for name, L, V in ("one wide head", 1, 32), ("slot {} of 4", 4, 8):
         torch.manual_seed(0)
         looks, words = torch.randn(2, 2, 8, 32)
         of_image, of_text = readouts = nn.ModuleList(Sparo(32, L, V, D=32) for _ in range(2))
         optimizer = torch.optim.Adam(readouts.parameters(), lr=1e-2)
         for step in range(150):
             x, h = outputs(pairs[torch.randperm(64)[:32]])
-            loss = clip_loss(normalize_slots(of_image(x)), normalize_slots(of_text(h)), 10.0)
+            loss = clip_loss(of_image(x), of_text(h), 10.0)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -1041,5 +1041,8 @@ if __name__ == "__main__":
         for l in range(L):
             nearest = cosines(y_i[:, l], y_t[:, l]).argmax(1)
             found = (pairs[nearest] == pairs).float().mean(0)
-            row = "".join(f"{share:8.0%}" for share in (*attn[:, l, :2].mean(0), *found))
-            print(f"{name.format(l + 1):11}{row}")
+            colour, shape = attn[:, l, :2].mean(0)
+            print(f"{name.format(l + 1):15}{colour:6.0%}{shape:8.0%}", end="")
+            print(f"{found[0]:10.0%}{found[1]:8.0%}")
+    print("\nNothing tells a slot what to look for, and yet each slot comes to look mostly at the\n"
+          "colour or at the shape. One wide head has both in one vector.")
