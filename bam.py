@@ -92,7 +92,6 @@ def similarities(z, c, row_ids, column_ids, mask):
 
 
 # a_i^j = softmax(s_i^j / tau)                                                       (Eq. 1)
-# L_SA-matching = L_BAM (Eq. 5) with A in place of B. `Ablation` (below) runs it.    (Eq. 2)
 @fp32
 def attention(S, tau, log=False):
     """S (..., rows, columns) -> A, whose rows sum to 1; with log=True log A, without underflow."""
@@ -124,8 +123,9 @@ def sinkhorn(S, tau, iters, *, gather=all_ranks):
     return log_K.exp_()
 
 
-# L_BAM = sum_{j != j'} sum_i CE(b_i^j, a_i^j'),  CE(b, a) = -<b, log a>             (Eq. 5)
-# sum_{j != j'} runs in matching, sum_i in matching_loss.
+# L_SA-matching = sum_{j != j'} sum_i CE(a_i^j, a_i^j')                              (Eq. 2)
+# L_BAM         = sum_{j != j'} sum_i CE(b_i^j, a_i^j'),  CE(b, a) = -<b, log a>     (Eq. 5)
+# Eq. 2 is Eq. 5 with A in place of B (ablated_loss, below). sum_i runs in matching_loss.
 def matching(B, log_A):
     """B (G, p, m), log A (k, p, m) of p images -> the loss of each image (p,)."""
     loss = 0
@@ -278,7 +278,7 @@ class Model(nn.Module):
             students = list(self.student().parameters())
             torch._foreach_lerp_(list(self.teacher.parameters()), students, 1 - momentum)
 
-    def evaluation_encoder(self):  # the teacher's, if there is a teacher (eval_linear.py:129)
+    def evaluation_encoder(self):  # differs: the teacher's, if there is one (eval_linear.py:129)
         return self.teacher[0] if self.teacher else self.image_encoder
 
     def encode_image(self, images):  # (n, 3, s, s) -> h (n, d), normalised
