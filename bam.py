@@ -64,6 +64,10 @@ class Config:
     activation: Literal["gelu", "relu"] = "gelu"  # in the projector; relu for ResNet-50 (App. C)
 
 
+# Defined below "stop here": in_fp32, Gather, image_ids, in_parts, entropy, BatchNorm, mean_cosine,
+# effective_rank, and what refuses wrong arguments (check_..., checked_...).
+
+
 def fp32(function):
     """A decorator for losses. It casts half-precision arguments to float32, keeps float64, and
     turns autocast off (in_fp32, below)."""
@@ -88,7 +92,6 @@ def similarities(z, c, row_ids, column_ids, mask):
 
 
 # a_i^j = softmax(s_i^j / tau)                                                       (Eq. 1)
-# L_SA-matching = L_BAM (Eq. 5) with A in place of B. `Ablation` (below) runs it.    (Eq. 2)
 @fp32
 def attention(S, tau, log=False):
     """S (..., rows, columns) -> A, whose rows sum to 1; with log=True log A, without underflow."""
@@ -120,8 +123,9 @@ def sinkhorn(S, tau, iters, *, gather=all_ranks):
     return log_K.exp_()
 
 
-# L_BAM = sum_{j != j'} sum_i CE(b_i^j, a_i^j'),  CE(b, a) = -<b, log a>             (Eq. 5)
-# sum_{j != j'} runs in matching, sum_i in matching_loss.
+# L_SA-matching = sum_{j != j'} sum_i CE(a_i^j, a_i^j')                              (Eq. 2)
+# L_BAM         = sum_{j != j'} sum_i CE(b_i^j, a_i^j'),  CE(b, a) = -<b, log a>     (Eq. 5)
+# Eq. 2 is Eq. 5 with A in place of B (ablated_loss, below). sum_i runs in matching_loss.
 def matching(B, log_A):
     """B (G, p, m), log A (k, p, m) of p images -> the loss of each image (p,)."""
     loss = 0
@@ -274,7 +278,7 @@ class Model(nn.Module):
             students = list(self.student().parameters())
             torch._foreach_lerp_(list(self.teacher.parameters()), students, 1 - momentum)
 
-    def evaluation_encoder(self):  # the teacher's, if there is a teacher (eval_linear.py:129)
+    def evaluation_encoder(self):  # differs: the teacher's, if there is one (eval_linear.py:129)
         return self.teacher[0] if self.teacher else self.image_encoder
 
     def encode_image(self, images):  # (n, 3, s, s) -> h (n, d), normalised
@@ -1253,22 +1257,24 @@ def logistic_regression(head, x, labels, l2):
 
 
 if __name__ == "__main__":
-    # Sinkhorn's balancing (Sec. 3.3): image 0 is a hub, similar to all other images. Without
-    # balancing all images would have the hub as their target, and become equal.
+    print("Image 1 of four is a hub: all others are similar to it. A target says how similar an\n"
+          "image should be to each other image. What each of the four gets from all targets:")
     S = torch.tensor([[-1e30, 0.5, 0.5, 0.5], [0.5, -1e30, 0.4, 0.0],
                       [0.5, 0.4, -1e30, 0.0], [0.5, 0.0, 0.0, -1e30]])    # masked (Eq. 3)
-    for name, B in ("without balancing", attention(S, 0.1)), ("balanced", sinkhorn(S, 0.1, 50)):
-        sums = " ".join(f"{share:.2f}" for share in B.sum(0).tolist())
-        print(f"{name:17}  how much of all targets each of four images gets: {sums}")
-    # The loss never compares the two views of an image, and yet they become similar (Sec. 3.2).
-    torch.manual_seed(0)
-    z = torch.randn(256, 32, requires_grad=True)  # two views of 128 images
-    for step in range(121):
-        loss, entropy_a, entropy_b = bam_loss(z, 2, entropies=True)
-        loss.backward()
-        if step % 40 == 0:
-            cosine = F.cosine_similarity(*z.detach().chunk(2)).mean()
-            print(f"step {step:3}: loss {loss:.3f}, cosine of the two views {cosine:.2f}, entropy "
-                  f"of attention A {entropy_a:.2f}, of targets B {entropy_b:.2f}")
-        z.data -= 200 * z.grad
-        z.grad = None
+    targets = {"softmax (Eq. 1)": attention(S, 0.1), "balanced (Eq. 4)": sinkhorn(S, 0.1, 50)}
+    for name, B in targets.items():
+        print(f"  {name:17}", *[f"{share:5.2f}" for share in B.sum(0)])
+    print("The loss never compares two views of one image. It compares their similarities to all\n"
+          "other images. Yet the two views become similar. Their cosine after 0, 40, 80 and 120\n"
+          "steps, with targets that are:")
+    for name, target in ("softmax (Eq. 2)", "softmax"), ("balanced (Eq. 5)", "balanced"):
+        torch.manual_seed(0)
+        z, cosines = torch.randn(256, 32, requires_grad=True), []         # 2 views of 128 images
+        settings = Settings(target=target, teacher=False)
+        for step in range(121):
+            ablated_loss(z, 2, None, 2, settings)[0].backward()
+            if step % 40 == 0:
+                cosines.append(F.cosine_similarity(*z.detach().chunk(2)).mean())
+            z.data -= 200 * z.grad
+            z.grad = None
+        print(f"  {name:17}", *[f"{cosine:5.2f}" for cosine in cosines])

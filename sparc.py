@@ -68,6 +68,10 @@ class Config:
     token_mean: Literal["caption", "batch"] = "caption"
 
 
+# Defined below "stop here": in_fp32, Gather, own_columns, in_rows, mean_of_batch, softmax_weights,
+# and what refuses wrong arguments (check_..., checked_...).
+
+
 def fp32(function):
     """A decorator for losses. It casts half-precision arguments to float32, keeps float64, and
     turns autocast off (in_fp32, below)."""
@@ -85,6 +89,7 @@ def all_ranks(x):
 
 # L_g = -1/2B sum_i [ log softmax_j(cos(vbar_i, tbar_j) / tau)_i
 #                   + log softmax_j(cos(tbar_i, vbar_j) / tau)_i ]               (Eq. 1)
+# cross_entropy(x, i) is -1/B sum_i log softmax(x_i)_i.
 @fp32
 def global_loss(v, t, scale, *, gather=all_ranks):
     """CLIP's loss of vbar (v) and tbar (t), (B, E), this rank's rows, normalised here -> scalar.
@@ -93,19 +98,10 @@ def global_loss(v, t, scale, *, gather=all_ranks):
     batches differ from those of one large batch: each small batch has fewer negatives."""
     check_pairs(v, t, scale)
     vbar, tbar = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
-    return contrast(scale * vbar @ gather(tbar).T, gather)      # logits (B, world * B)
-
-
-def contrast(logits, gather=all_ranks):
-    """Eq. 1 of logits (B, world * B). Rows are this rank's images, columns all ranks' captions."""
-    i = own_columns(logits)                                         # (B,), below
-    positive = logits.take_along_dim(i[:, None], 1)[:, 0]           # (B,)
-    v_to_t = positive - logits.logsumexp(1)   # (B,)  log softmax_j(cos(vbar_i, tbar_j) / tau)_i
-    # A caption's softmax is over the images of all ranks. Each rank sums over its own images and
-    # sends one sum per caption. This is less to send than the embeddings of the images.
-    sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)   # (world * B,)
-    t_to_v = positive - sums[i]               # (B,)  log softmax_j(cos(tbar_i, vbar_j) / tau)_i
-    return -(v_to_t + t_to_v).mean() / 2
+    v_to_t = scale * vbar @ gather(tbar).T           # (B, world * B)  cos(vbar_i, tbar_j) / tau
+    t_to_v = scale * tbar @ gather(vbar).T           # (B, world * B)  cos(tbar_i, vbar_j) / tau
+    i = own_columns(v_to_t)                          # (B,), the columns j = i
+    return (F.cross_entropy(v_to_t, i) + F.cross_entropy(t_to_v, i)) / 2
 
 
 # s_lp = t_l . v_p
@@ -593,6 +589,18 @@ def in_chunks(scores, x, y):
     size = len(x) * x.shape[1] * y.shape[1]                        # similarities to one y
     columns = in_rows(lambda part: scores(x, part).transpose(0, 1), y, size=size)
     return columns.transpose(0, 1)
+
+
+def contrast(logits, gather):
+    """Eq. 1 of logits (b, B) in place of cosines: rows are this rank's images, columns all ranks'
+    captions -> scalar. One matrix serves both directions, because it is costly here: each rank sums
+    over its own images, and sends one sum per caption."""
+    i = own_columns(logits)                                         # (b,)
+    positive = logits.take_along_dim(i[:, None], 1)[:, 0]           # (b,)
+    v_to_t = positive - logits.logsumexp(1)   # (b,)  log softmax over captions
+    sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)   # (B,)
+    t_to_v = positive - sums[i]               # (b,)  log softmax over images
+    return -(v_to_t + t_to_v).mean() / 2
 
 
 def gather_captions(tokens, gather):
@@ -1219,17 +1227,32 @@ def average_precisions(found, truths, most=100):
 
 
 if __name__ == "__main__":
-    # An image has 9 patches. Four of them resemble the four words of its caption, five are noise.
+    print("An image has 9 patches, and a caption four words. Each word is seen on two patches. A\n"
+          "word gives each patch a weight (Eq. 2-4). c is the weighted mean of patches (Eq. 5).\n")
     torch.manual_seed(0)
-    tokens, patches = torch.randn(64, 4, 32), 0.3 * torch.randn(64, 9, 32)
-    place = torch.rand(64, 9).argsort(1)[:, :4]                         # (B, L)
-    patches.scatter_add_(1, place[..., None].expand(-1, -1, 32), tokens)
-    print(f"A word's weights of 9 patches in %; patch {place[0, 0]} shows the word")
-    for name, sigma in ("without threshold (Eq. 2, 4)", 0.0), ("sparse (Eq. 2 to 4)", 1 / 9):
-        row = alignment_weights(tokens, patches, sigma)[0, 0]           # (P,)
-        print(f"  {name:29}", *[f"{weight:3.0f}" for weight in (100 * row).tolist()])
-    # Its patches (Eq. 5) must be nearer to a word than to the other words of the caption (Eq. 6).
-    mask = torch.ones(64, 4, dtype=torch.bool)
+    B, L, P, E = 64, 4, 9, 32
+    tokens, patches = torch.randn(B, L, E), 0.5 * torch.randn(B, P, E)
+    place = torch.rand(B, P).argsort(1)[:, :8]                          # (B, 2 L)
+    patches.scatter_add_(1, place[..., None].expand(-1, -1, E), tokens.repeat_interleave(2, 1))
+    mask = torch.ones(B, L, dtype=torch.bool)
+    one, two = sorted(place[0, :2].tolist())
+    print("                                                             cosine of c with\n"
+          f"weights of a word on patches {one + 1} and {two + 1}, in %",
+          "            its word   other words")
+    forms = {
+        "equal weights": lambda tokens, patches: tokens.new_full((B, L, P), 1 / P),
+        "softmax (Table 8)": softmax_weights,
+        "no threshold": lambda tokens, patches: alignment_weights(tokens, patches, 0.0),
+        "sigma = 1 / P": alignment_weights,
+        "sigma = 0.5": lambda tokens, patches: alignment_weights(tokens, patches, 0.5)}
+    for name, align in forms.items():
+        a = align(tokens, patches)                                      # (B, L, P)
+        cosines = F.normalize(a @ patches, dim=-1) @ F.normalize(tokens, dim=-1).transpose(1, 2)
+        own = cosines.diagonal(dim1=1, dim2=2).mean()
+        others = (cosines.mean() - own / L) * L / (L - 1)
+        row = " ".join(f"{100 * weight:3.0f}" for weight in a[0, 0])
+        print(f"{name:18}{row}{own:14.2f}{others:14.2f}")
     right = fine_grained_loss(tokens, patches, mask, 10.0)
     wrong = fine_grained_loss(tokens, patches.roll(1, 0), mask, 10.0)
-    print(f"L_f (Eq. 6) with the right images {right:.3f}, with wrong images {wrong:.3f}")
+    print("\nL_f (Eq. 6) is low if c is nearer to its word than to the other words. It is\n"
+          f"{right:.2f} with the right images, and {wrong:.2f} with wrong images.")

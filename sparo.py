@@ -66,6 +66,10 @@ class Config:
     init_scale: float = 1 / 0.07   # initial 1 / temperature of CLIP's loss (CLIP, Sec. 2.5)
 
 
+# Defined below "stop here": in_fp32, Gather, own_columns, after_end, Keys, and what refuses wrong
+# arguments (check_..., checked_...).
+
+
 def fp32(function):
     """A decorator for losses. It casts half-precision arguments to float32, keeps float64, and
     turns autocast off (in_fp32, below)."""
@@ -92,8 +96,7 @@ class Sparo(nn.Module):
 
     def __init__(self, d, L, V, D, grp_size=1):
         super().__init__()
-        if grp_size < 1 or L % grp_size:
-            raise ValueError(f"grp_size={grp_size} does not divide L={L}: give a divisor of L.")
+        check_groups(L, grp_size)
         self.D, self.grp_size, self.nkeys = D, grp_size, L // grp_size
         self.q = nn.Parameter(torch.randn(1, self.nkeys, grp_size, 1, D))
         self.KVproj = Keys(d, self.nkeys * D)
@@ -111,9 +114,6 @@ class Sparo(nn.Module):
             padding = after_end(eos_idx, x)                        # (B, n), below
             H = H.masked_fill(padding[..., None], 0.0)             # 0 * NaN would be NaN
         K = self.KVproj.weight.unflatten(0, (self.nkeys, self.D))  # (L/g, D, d)
-        # differs: App. A's listing has biases b_l of K_l and of W. b_l adds the number q_l' b_l to
-        # all scores of a slot. Softmax ignores it. The value is K_l p_l + b_l, as a_l sums to 1.
-        b = self.KVproj.bias.view(self.nkeys, 1, self.D)           # (L/g, 1, D)
         # u_l = K_l' q_l / sqrt(D)
         u = self.q[0, :, :, 0] @ K * self.D**-0.5                  # (L/g, g, d)
         # a_l = softmax(H u_l)
@@ -123,23 +123,28 @@ class Sparo(nn.Module):
         attn = scores.softmax(-1)                                  # (B, L, n)
         # p_l = H' a_l
         p = (attn @ H).unflatten(1, (self.nkeys, self.grp_size))   # (B, L/g, g, d)
-        # y_l = W (K_l p_l + b_l);  i: image or caption, k: one of L/g keys, g: slot of a key
-        values = torch.einsum("ikgd,kDd->ikgD", p, K) + b          # (B, L/g, g, D)
+        # y_l = W K_l p_l;  i: image or caption, k: one of L/g keys, g: slot of a key
+        values = torch.einsum("ikgd,kDd->ikgD", p, K)              # (B, L/g, g, D)
+        # differs: W and K_l have biases, as in App. A's listing. The bias b_l of K_l enters a value
+        # once, because a_l sums to 1. It would add one number to all scores of a slot, and softmax
+        # ignores this number.
+        values = values + self.KVproj.bias.view(self.nkeys, 1, self.D)
         y = self.Wproj(values.flatten(1, 2))                       # (B, L, V)
         return (y, attn) if return_attn else y
 
 
 # y^i . y^t = mean_l sim(y^i_l, y^t_l)                                              (Eq. 2)
-# What runs: y = concat(y_l / |y_l|) / sqrt(L), then the dot product y^i . y^t in clip_loss
+# What runs: y = concat(y_l / |y_l|) / sqrt(L), so that the dot product y^i . y^t is this mean
 @fp32
 def normalize_slots(y):
     """Slots (B, L, V) -> encodings (B, M) of length 1, M = L V."""
-    check_slots(y)
-    return F.normalize(y, dim=-1).flatten(1) / y.shape[1] ** 0.5
+    B, L, V = y.shape
+    return F.normalize(y, dim=-1).flatten(1) / L**0.5
 
 
 # -1/2B sum_j [ log softmax_j'(y^i_j . y^t_j' / tau)_j
 #             + log softmax_j'(y^t_j . y^i_j' / tau)_j ],  j, j': pairs     (CLIP's loss, Sec. 3.3)
+# cross_entropy(x, pair) is -1/B sum_j log softmax(x_j) at the column of pair j.
 @fp32
 def clip_loss(v, t, scale, *, gather=all_ranks):
     """v, t: slots (B, L, V) or encodings (B, M) of this rank's images and captions -> scalar. An
@@ -148,16 +153,12 @@ def clip_loss(v, t, scale, *, gather=all_ranks):
     gather: see all_ranks. Gradients accumulated over small batches differ from those of one large
     batch: each small batch has fewer negatives."""
     check_pairs(v, t, scale)
-    y_i, y_t = (normalize_slots(s if s.ndim == 3 else s[:, None]) for s in (v, t))   # (B, M)
-    logits = scale * y_i @ gather(y_t).T                       # (B, world * B)  sim(y^i, y^t) / tau
-    pair = own_columns(logits)                                 # (B,), below
-    positive = logits.take_along_dim(pair[:, None], 1)[:, 0]   # (B,)
-    image_to_text = logits.logsumexp(1) - positive             # (B,)  -log softmax_j'(y^i_j ...)_j
-    # A text is compared with the images of all ranks. Each rank sums over its own images and sends
-    # one sum per text. This is less to send than the encodings of the images.
-    sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)  # (world * B,)
-    text_to_image = sums[pair] - positive                      # (B,)  -log softmax_j'(y^t_j ...)_j
-    return (image_to_text + text_to_image).mean() / 2
+    y_i = normalize_slots(v if v.ndim == 3 else v[:, None])   # (B, M)
+    y_t = normalize_slots(t if t.ndim == 3 else t[:, None])   # (B, M)
+    image_to_text = scale * y_i @ gather(y_t).T               # (B, world * B)  y^i_j . y^t_j' / tau
+    text_to_image = scale * y_t @ gather(y_i).T               # (B, world * B)  y^t_j . y^i_j' / tau
+    pair = own_columns(image_to_text)                         # (B,), the columns j' = j
+    return (F.cross_entropy(image_to_text, pair) + F.cross_entropy(text_to_image, pair)) / 2
 
 
 class Model(nn.Module):
@@ -356,9 +357,9 @@ def checked_outputs(x, d):
     return x
 
 
-def check_slots(y):
-    if y.ndim != 3:
-        raise ValueError(f"Slots need the shape (B, L, V), not {tuple(y.shape)}.")
+def check_groups(L, grp_size):
+    if grp_size < 1 or L % grp_size:
+        raise ValueError(f"grp_size={grp_size} does not divide L={L}: give a divisor of L.")
 
 
 def as_bools(mask, shape):
@@ -1010,9 +1011,11 @@ def change_of_means(rows):
 
 
 if __name__ == "__main__":
-    # An image has a token for its colour, one for its shape and 8 of noise; a caption has a word
-    # for each of the two. Encodings learn which caption is whose (Eq. 2). Nothing tells slots what
-    # to look for, and yet each slot comes to hold one of the two. One wide head holds both.
+    print("A picture has 10 tokens: its colour, its shape and 8 of noise. Its caption has a word\n"
+          "for each of the two. Heads read both (Eq. 1). They learn only which caption belongs to\n"
+          "which picture, by the mean similarity of their slots (Eq. 2).\n\n"
+          "               attention to      finds a caption with the same\n"
+          "               colour   shape    colour   shape (chance 12 %)")
     pairs = torch.cartesian_prod(torch.arange(8), torch.arange(8))     # a colour and a shape each
 
     def outputs(ids):
@@ -1021,16 +1024,14 @@ if __name__ == "__main__":
         x[:, :2] += looks[torch.arange(2), ids]
         return x, words[torch.arange(2), ids]
 
-    print("            weights on the    finds the caption's (chance 12 %)")
-    print("             colour   shape   colour   shape")
-    for name, L, V in ("one head", 1, 32), ("slot {}", 4, 8):
+    for name, L, V in ("one wide head", 1, 32), ("slot {} of 4", 4, 8):
         torch.manual_seed(0)
         looks, words = torch.randn(2, 2, 8, 32)
         of_image, of_text = readouts = nn.ModuleList(Sparo(32, L, V, D=32) for _ in range(2))
         optimizer = torch.optim.Adam(readouts.parameters(), lr=1e-2)
         for step in range(150):
             x, h = outputs(pairs[torch.randperm(64)[:32]])
-            loss = clip_loss(normalize_slots(of_image(x)), normalize_slots(of_text(h)), 10.0)
+            loss = clip_loss(of_image(x), of_text(h), 10.0)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -1040,5 +1041,8 @@ if __name__ == "__main__":
         for l in range(L):
             nearest = cosines(y_i[:, l], y_t[:, l]).argmax(1)
             found = (pairs[nearest] == pairs).float().mean(0)
-            row = "".join(f"{share:8.0%}" for share in (*attn[:, l, :2].mean(0), *found))
-            print(f"{name.format(l + 1):11}{row}")
+            colour, shape = attn[:, l, :2].mean(0)
+            print(f"{name.format(l + 1):15}{colour:6.0%}{shape:8.0%}", end="")
+            print(f"{found[0]:10.0%}{found[1]:8.0%}")
+    print("\nNothing tells a slot what to look for, and yet each slot comes to look mostly at the\n"
+          "colour or at the shape. One wide head has both in one vector.")

@@ -32,11 +32,11 @@ TABLE = r"""
 nn.Parameter(«torch.randn => 0.02 * torch.randn»(1, self.nkeys # App. A: initial queries
 «nn.init.xavier_uniform_ => nn.init.xavier_normal_»(self.KVproj.weight) # App. A: initial keys
 @ K * self.D**-«0.5 => 1» # sqrt(D) in Eq. 1 ;; >« => =» eos_idx.clamp(min=0) # a slot sees the last token
-attn = scores.softmax(«-1 => 1») # softmax over positions ;; , p, K) + «b => 0 * b»  # bias of the values
-.flatten(1) / y.shape[«1 => 2»] ** 0.5 # sqrt(L) in Sec. 3.3
+attn = scores.softmax(«-1 => 1») # softmax over positions ;; values = values + «self => 0 * self».KVproj.bias.view # bias of the values
+.flatten(1) / «L => V»**0.5 # sqrt(L) in Sec. 3.3
 return «rank => 0» * B + torch.arange(B, device # positives of this rank
-(image_to_text + text_to_image).mean()« / 2 => » # the mean of both directions
-text_to_image = sums[pair] «- => +» positive # sign ;; (sums - «1 => 2») / k # sparsemax sums to 1
+F.cross_entropy(text_to_image, pair))« / 2 => » # the mean of both directions
+text_to_image = scale * «y_t @ gather(y_i => y_i @ gather(y_t»).T # the direction ;; (sums - «1 => 2») / k # sparsemax sums to 1
 self.log_scale.clamp_(0, math.log(«100 => 1000»)) # CLIP's largest scale
 layer = nn.Linear(d, «M, bias=False => M») # CLIP's projections have no bias
 projection(image_width, E)), mean=«True => False») # CLIP+GAP reads the mean
@@ -91,7 +91,7 @@ model.begin_stage(int(model.stage), fresh=«False => True») # a resume
 torch.where(self.stage «== 2 => > 1», self.image_embedding # stage 3
 self.image_encoder.train(«mode and self.number != 2 => mode») # BatchNorm
 torch.where(self.stage «== 1 => <= 2», enc * self # only stage 1 masks
-self.number <«= => » cfg.revive_until else None # the last stage revives, too
+revives = self.number <«= => » cfg.revive_until # the last stage revives, too
 flops = «cfg.lambda_image => cfg.lambda_text» * flops_image # Eq. 7
 loss = contrast + «self.strength * flops => flops» # the ramp
 ((step + 1) / ramp_steps)« ** 2 => ») # quadratic growth ;; («(step + 1) => step» / ramp_steps) ** 2) # off by one
@@ -110,9 +110,10 @@ batch=16384, steps=«1_200_000 => 600_000» # Sec. 4.2 ;; optimizer="lamb", beta
 schedule="linear", weight_decay=1e-«2 => 1» # Sec. 4.2 ;; warmup=«10_000 => 1000», clip_grad=0.0 # Sec. 4.2
 stages="single", steps=«600_000 => 300_000» # App. A ;; lr=2e-3, lr_3=«1.0 => 0.1» # tiny, as the docstring says
 == sparc.py | sparc | test_sparc test_statistics test_details
-return contrast(«scale * vbar => vbar» @ gather(tbar).T, gather) # tau in Eq. 1
+v_to_t = «scale * vbar => vbar» @ gather(tbar).T # tau in Eq. 1
+t_to_v = scale * tbar @ «gather(vbar) => vbar».T # the images of one rank
+F.cross_entropy(t_to_v, i))« / 2 => » # the mean of both directions
 return «rank => 0» * B + torch.arange(B, device # positives of this rank
-sums = gather(logits.logsumexp(0, «keepdim=True)).logsumexp => True)).amax»(0) # Eq. 1
 sigma = 1 / «patches.shape => tokens.shape»[1] if # Eq. 3: 1 / P
 torch.where(s_hat <« => =» sigma, 0.0, s_hat) # Eq. 3 keeps sigma
 return s_til / s_til.sum(-1, keepdim=True)« => .detach()» # gradient of Eq. 4
@@ -130,6 +131,7 @@ return «outputs if self.image_encoder.cls is None else outputs[:, 1:] => output
 self.log_scale.data.clamp_(0, math.log(«100 => 50»)) # CLIP's bounds
 «patches.roll(1, 0) => patches», words_only(mask) # L_f with a wrong image
 == sparc.py | baselines | test_baselines test_statistics test_details
+sums = gather(logits.logsumexp(0, «keepdim=True)).logsumexp => True)).amax»(0) # sums over images
 masked_fill(~y.any(-1), «-2.0 => 0.0»)  # below # padding is never the maximum
 «x.any(-1).sum(1, keepdim=True).clamp(min=1) => x.shape[1]» # the mean over words
 sum(1, keepdim=True)« - 1e-4 => ») # 0.6 * 25 in float32

@@ -4,6 +4,7 @@ The tests run for each method in METHODS. A fifth method, toy.py, has only the m
 required, and must train, resume and be evaluated, too.
 """
 
+import ast
 import contextlib
 import copy
 import dataclasses
@@ -12,6 +13,7 @@ import json
 import multiprocessing
 import operator
 import os
+import re
 import runpy
 import shutil
 import sys
@@ -96,13 +98,6 @@ def test_each_method_file_runs_alone_in_an_empty_directory(tmp_path, name):
     assert process.exitcode == 0 and len(output.read_text().splitlines()) > 1
 
 
-def two_products(v, t, scale, gather):
-    """CLIP's loss as printed, for encodings of length 1: one product for each direction."""
-    i = common.this_rank()[0] * len(v) + torch.arange(len(v))
-    image_to_text = F.cross_entropy(scale * v @ gather(t).T, i)
-    return (image_to_text + F.cross_entropy(scale * t @ gather(v).T, i)) / 2
-
-
 # Losses of images and captions v, t (B, E), and of their tokens (B, L, E), with nothing passed.
 CONTRASTIVE = sparo.clip_loss, stair.contrastive_loss, sparc.global_loss
 WITH_DEFAULTS = [
@@ -114,17 +109,15 @@ WITH_DEFAULTS = [
 
 
 def losses_of_rank(rank):
-    """Return [loss, its gradients] of the printed loss, of each file's loss with a plain gather,
-    and of losses with nothing passed, in float64. Without a process group the rank has all rows.
-    """
+    """Return [loss, its gradients] of each file's loss with a plain gather, and of losses with
+    nothing passed, in float64. Without a process group the rank has all rows."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     pairs = torch.rand(2, 6, 4, 5, generator=torch.Generator().manual_seed(0)).double() + 0.1
     results = []
-    for loss in (two_products, *CONTRASTIVE):
+    for loss in CONTRASTIVE:
         v, t = (F.normalize(x[:, 0], dim=-1).chunk(world)[rank].requires_grad_() for x in pairs)
         scale = torch.tensor(9.0, dtype=torch.float64, requires_grad=True)
-        v_n, t_n = (x / x.norm(dim=-1, keepdim=True) for x in (v, t))  # as all files do
-        value = loss(v_n, t_n, scale, gather=lambda x: sparc.all_ranks(x))  # a plain function
+        value = loss(v, t, scale, gather=lambda x: sparc.all_ranks(x))  # a plain function
         results.append([value.detach(), *torch.autograd.grad(value, (v, t, scale))])
     for loss in WITH_DEFAULTS:
         v, t = (x.chunk(world)[rank].requires_grad_() for x in pairs)
@@ -134,15 +127,14 @@ def losses_of_rank(rank):
 
 
 @pytest.mark.ranks
-def test_losses_of_all_files_equal_the_printed_loss_and_need_nothing_passed_on_ranks(tmp_path):
-    """The files compute one product of images and captions for both directions."""
+def test_losses_of_two_ranks_equal_those_of_one_process_and_need_nothing_passed(tmp_path):
     alone = losses_of_rank(0)
     for one, *of_ranks in zip(alone, *run_ranks(tmp_path, losses_of_rank)):
         losses, by_v, by_t, *by_scale = zip(*of_ranks)  # DDP averages over the ranks
         joined = [sum(losses) / 2, torch.cat(by_v) / 2, torch.cat(by_t) / 2]
         joined += [sum(gradients) / 2 for gradients in by_scale]
         torch.testing.assert_close(joined, one, rtol=1e-10, atol=1e-14)
-    for one in alone[1 : 1 + len(CONTRASTIVE)]:
+    for one in alone[1 : len(CONTRASTIVE)]:  # the files have one loss
         torch.testing.assert_close(one, alone[0], rtol=1e-12, atol=1e-14)
 
 
@@ -360,6 +352,19 @@ def test_the_core_ends_outside_of_a_class_by_line_300(name):
     assert any(line.startswith(f"# To read {name.upper()}, stop here.") for line in lines[:300])
 
 
+@pytest.mark.parametrize("name", ["sparo", "stair", "sparc", "bam"])
+def test_a_core_names_near_its_head_what_it_calls_from_below_the_line(name):
+    text = (ROOT / f"{name}.py").read_text()
+    core = text.partition("\n# To read ")[0]
+    note = core.partition('# Defined below "stop here": ')[2].partition("\n\n")[0]
+    last, tree = core.count("\n"), ast.parse(text)
+    below = {x.name for x in tree.body if x.lineno > last and hasattr(x, "name")}
+    names = [x for x in ast.walk(tree) if isinstance(x, ast.Name) and x.lineno <= last]
+    called = below & {x.id for x in names} - {x.id for x in names if isinstance(x.ctx, ast.Store)}
+    listed = {*re.findall(r"\w+", note)}
+    assert {x for x in called - listed if not x.startswith(("check_", "checked_"))} == set()
+
+
 B, L, P, E = 4, 6, 9, 5
 V_AND_T = torch.randn(2, B, E)
 TOKENS, PATCHES = torch.randn(B, L, E), torch.randn(B, P, E)
@@ -477,7 +482,7 @@ def test_a_mask_of_words_may_leave_out_any_word():
     (lambda: sparc.Model(sparc.Config(), NO_CLS, None, 5, 5), "cls is False"),
     (lambda: bam.Model(bam.Config(), NO_CLS, None, 5, 5), "needs .CLS."),
     (lambda: sparo.refuse_without_cls(NO_CLS), "needs .CLS."),
-    (lambda: sparo.normalize_slots(V_AND_T[0]), r"\(B, L, V\), not \(4, 5\)"),
+    (lambda: sparo.normalize_slots(V_AND_T[0]), "expected 3, got 2"),
     (lambda: sparc.prototype_loss(*V_AND_T[:, :, None], V_AND_T[0], 9.0), r"\(4, 1, 5\)"),
     (lambda: stair.flops_loss(TOKENS), r"\(4, 6, 5\)"),
     (lambda: stair.flops_loss(TOKENS[0, 0]), r"\(5,\)"),
