@@ -637,8 +637,6 @@ def test_resume_notices_changed_words_and_changed_data_of_equal_size(tmp_path, c
     (run / "vocab.txt").write_text("\n".join(words))
     with pytest.raises(UserError, match="vocab.txt has other words than"):
         train_alone([*flags, tmp_path / "b.csv", "--resume"])
-    with pytest.raises(UserError, match="vocab.txt has other words than"):
-        evaluation.load_run(run)
 
 
 def test_a_resumed_run_names_its_own_command_and_directory(tmp_path, run_of, monkeypatch):

