@@ -430,9 +430,6 @@ class Embedder:
     # counts over the encoded captions so far, see count; copies of an Embedder share them
     counted: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
-    def __post_init__(self):
-        self.model.eval()
-
     def read(self, file):
         """A path, bytes or PIL image -> its centre crop, uint8 (3, S, S). Tensors stay whole."""
         if torch.is_tensor(file):
@@ -539,8 +536,6 @@ class Embedder:
         [0, 1]. `workers` threads read the images, `chunk` at a time. Raises UserError for another
         argument, or if an image cannot be read.
         """
-        if torch.is_tensor(images) and images.ndim == 4 and len(images):
-            return self.encode_batches(check_images(images).split(self.chunk), encode)
         images = as_list(images)
 
         def stacked(part):
@@ -663,6 +658,7 @@ def new_embedder(model, tokenizer, args, device):
         tokenizer = None
     context = model.text_encoder.context if tokenizer else None
     size = model.image_encoder.image_size
+    model.eval()
     return Embedder(model, tokenizer, context, size, device, workers=reading_threads(args))
 
 
@@ -872,7 +868,8 @@ def options_of(given, args):
         options.image_root, options.limit = args.image_root, TEST_LIMIT
         options.learn_limit = LEARN_LIMIT
     vars(options).update(given, given=tuple(given))
-    options.split = options.split or default_split(options.data)
+    named = common.parse_spec(options.data)[1].get("split", kind_of(options.data).split)
+    options.split = options.split or named
     options.train_data = options.train_data or spec_to_learn_from(options.data, args)
     options.templates = (read_templates(options.templates) if options.templates
                          else learned_templates(options.data, args))
@@ -929,12 +926,6 @@ def note_useless_flags(options, rows=()):
     for flag in filter(reasons.get, options.given):
         print(f"note: {common.flag_of(flag)} {getattr(options, flag)} has no effect here: "
               f"{reasons[flag]}")
-
-
-def default_split(spec):
-    """The split to evaluate if --split is not given; "all" for data without splits."""
-    split = kind_of(spec).split
-    return split if split == "all" else common.parse_spec(spec)[1].get("split", split)
 
 
 class EvalSet:
@@ -1300,7 +1291,7 @@ def open_eval_set(options, image_size, captions=True):
     opened."""
     kind, spec = kind_of(options.data), options.data
     with common.explained((ValueError, KeyError, TypeError, AttributeError),
-                          f"{spec} is not of the form that eval.py --help names; wrong is"):
+                          f"{spec} cannot be read; this is missing or wrong"):
         data = kind.open(options, image_size, "caption" if captions else None)
     data.image_size, data.options = image_size, options
     if options.nouns_adjectives:
@@ -2899,14 +2890,12 @@ def evaluate_run(run, given, device, failed):
     """Evaluate a run -> its metrics, a dict. given: {name: value} of the flags that are given, in
     which `data` is one SPEC. With --query the function searches instead, and returns None. failed:
     a list that gets a message for each task that fails and each file that cannot be written."""
-    own = common.explained(UserError, f"The data of {run}, which --data can replace")
     embedder, args = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
     options = options_of(given, args)
     embedder.chunk, embedder.workers = options.batch, options.workers
     embedder.tells = bool(options.query)  # an evaluation tells at its end
     captions = embedder.tokenizer is not None and not options.query  # a search needs none
-    with contextlib.nullcontext() if "data" in given else own:
-        data = open_eval_set(options, embedder.image_size, captions)
+    data = open_eval_set(options, embedder.image_size, captions)
     so_far = "" if embedder.step == args.steps else f", step {embedder.step} of {args.steps},"
     print(f"{run}{so_far} on {describe(options)}:")
     if options.query:

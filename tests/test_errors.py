@@ -239,7 +239,7 @@ ERRORS = [
     ("eval bare", "^bare/config.json cannot be read: No such file.* Give .* runs/sparc"),
     ("eval runs/sparc --task dance", "no task dance; there are zeroshot, "),
     ("eval runs/sparc --limit 0", "--limit 0 must be at least 1"),
-    *(("eval runs/sparc --data crepe", "crepe is not of the form that eval.py --help names; wrong is",
+    *(("eval runs/sparc --data crepe", "^crepe cannot be read; this is missing or wrong: ",
        {"crepe/swap_att.json": text}) for text in (CREPE[:-1], CREPE.replace("filename", "file"))),
     *((f"eval runs/sparc {flag} {'n' * 300}", message) for flag, message in {
         "--data": "n does not exist. Give", "--templates": "n' needs one placeholder",
@@ -275,11 +275,11 @@ ERRORS = [
      {"voc/ImageSets/Segmentation/val.txt": b"\xff"}),
     (VOC, "^--data voc/.*val.txt is empty: write one", {"voc/ImageSets/Segmentation/val.txt": "\n"}),
     (SET, "colours/test/.* has wrong labels .*1 x label above .* from 1.*0.tar:1 .label '2'"),
-    (SET, "colours is not of the form that .* wrong is: invalid literal",
+    (SET, "^colours cannot be read; this is missing or wrong: invalid literal",
      {"colours/test/nshards.txt": "two"}),
     (SET, "2 of the 3 shards of .* first is .*1.tar", {"colours/test/nshards.txt": "3"}),
     ("eval runs/sparc --data pairs", "pairs.* has no image that can be used .left out: "),
-    ("eval runs/sparc --data winoground", "winoground is not of .*; wrong is: 'caption_0'"),
+    ("eval runs/sparc --data winoground", "^winoground cannot be read; this is missing or wrong: 'caption_0'"),
 ]
 
 

@@ -405,15 +405,20 @@ def embedder(model=None):
     return evaluation.Embedder(model or Oracle(), tokenizer, 16, 8, chunk=2)
 
 
-def opened(spec, **flags):
-    """Return the EvalSet of `spec`, and the options of eval.py with these flags.
+def options_for(spec, **flags):
+    """Return the options of eval.py for `spec` with these flags.
 
     The run was trained on the world, so nothing is evaluated on training images.
     """
     args = evaluation.METHODS["sparc"].Settings()
     vars(args).update(data="shapes", eval_data=None, image_root=None, workers=0, probe="adamw",
                       folder_captions=False, data_path="shapes")
-    options = evaluation.options_of({"data": str(spec)} | flags, args)
+    return evaluation.options_of({"data": str(spec)} | flags, args)
+
+
+def opened(spec, **flags):
+    """Return the EvalSet of `spec`, and the options of eval.py with these flags."""
+    options = options_for(spec, **flags)
     return evaluation.open_eval_set(options, 8), options
 
 
@@ -1198,7 +1203,7 @@ def test_every_data_format_has_a_default_split(tmp_path, monkeypatch):
     for split, specs in (("test", ("shapes:objects=2", "a.json", "b.tsv")),
                          ("val", ("a.json:split=val", "b.tsv:split=val")),
                          ("all", ("a.csv", "folders", "a.token", "coco.json"))):
-        assert {evaluation.default_split(spec) for spec in specs} == {split}
+        assert {options_for(spec).split for spec in specs} == {split}
 
 
 def test_a_row_of_kinds_is_all_that_a_kind_of_data_needs(tmp_path, monkeypatch):

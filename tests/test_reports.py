@@ -185,7 +185,7 @@ def test_relative_paths_of_a_run_mean_the_directory_of_its_training(tmp_path, mo
     assert after["knn"] == json.loads(before)["knn"] == 1
     train_alone(["--resume", "--out", run])                         # reads here/photos, too
     (tmp_path / "here/photos").rename(tmp_path / "here/moved")
-    with pytest.raises(common.UserError, match=f"data of {run}.*here/photos/test does not exist"):
+    with pytest.raises(common.UserError, match="here/photos/test does not exist"):
         evaluation.main([run])
 
 
