@@ -2135,10 +2135,8 @@ IN_WORDS = {  # a phrase for each attribute of EvalSet that rows of TASKS and PI
 
 def default_tasks(data, model):
     """Names of the usual tasks of a model, which run if --task is not given."""
-    if model.class_scores:
-        return ["classification", "video"]
-    if model.detect:
-        return ["detection", "video"]
+    if model.class_scores or model.detect:
+        return ["classification", "detection", "video"]
     if model.encode_text is None:  # a probe on files takes long, so it runs only if --task says so
         return ["knn", "linear"] if data.is_world else ["knn", "video"]
     tasks = ["zeroshot", "retrieval", "negatives", "winoground", "segmentation", "alignment",
@@ -2161,8 +2159,6 @@ def to_float(found):
 
 BRIGHTNESS = ("Brightness shows the weight of a patch: black is 0, full brightness is the largest "
               "weight of the map.")
-SCORES = ("Brightness shows the score of a patch for a word, p(h_j) in Eq. 4: black is the lowest "
-          "score of the map, full brightness is the highest. The scores need no text encoder.")
 STOP_WORDS = set("a an the and of in on at to by with from for is are it its his her".split())
 
 
@@ -2256,10 +2252,9 @@ def draw_word_maps(embedder, data):
         maps = [(word, weights) for word, weights in maps_of_words(embedder, image, caption)
                 if word in complete - STOP_WORDS]
         rows.append((caption, image, maps[:8]))
-    is_stair = embedder.model.word_maps
-    title = ("STAIR: where the words of a caption lie in its image (Fig. 10)." if is_stair
-             else "SPARC: which patches each word of a caption weights (Eq. 4).")
-    note = f"{SCORES if is_stair else BRIGHTNESS} At most eight words of a caption are shown."
+    title = "Where the words of a caption lie in its image (SPARC, Eq. 4; STAIR, Fig. 10)."
+    note = (f"{BRIGHTNESS} STAIR's weights are p(h_j) in Eq. 4 minus the lowest of the map, and "
+            f"need no text encoder. At most eight words of a caption are shown.")
     return lit_sheet(title, note, rows)
 
 
