@@ -102,7 +102,7 @@ def test_evaluations_with_other_options_overwrite_nothing(run_of, tmp_path):
     after = {path.name: path.read_bytes() for path in run.iterdir()}
     new = after.keys() - before.keys()
     assert after | before | {"evals.jsonl": after["evals.jsonl"]} == after and len(lines(run)) == 9
-    assert len(new) == 2 * 3 + 2 and max(map(len, new)) < 100  # of two splits, and of the folders
+    assert len(new) == 2 * 4 + 3 and max(map(len, new)) < 100  # of two splits, and of the folders
     for name in pictures[1:]:
         few = run / f"shapes-size-16-objects-2-test-{name}.png"
         with Image.open(run / f"{name}.png") as all, Image.open(few) as two:
