@@ -293,7 +293,7 @@ random_view(embedder, «0.08 => 0.8») # crops of a probe
 return common.match_names(«lines, classes => classes, lines») # --classes, the way back
 ids = common.match_names(«train.groups[""][1], names => names, train.groups[""][1]») if train # the way back
 ids = common.match_names(«names, known => known, names») if names # a classifier's classes, the way back
-== eval.py | reports | test_eval test_reports test_stair -k "search_by_words or vocs_layout or true_map or slots_are_selected or better_word or means_over"
+== eval.py | reports | test_eval test_reports test_stair -k "search_by_words or vocs_layout or each_true or slots_are_selected or better_word or means_over"
 index.search(dict.fromkeys(words, 1.0), 8«, where => ») # the condition of a query
 sparc.image_iou(predicted, truth«, foreground_only=True => ») # miou_fg without the background
 y = «F.normalize(y, dim=-1) => y».unflatten(0, (len(selection.classes # a long prompt counts no more
