@@ -2543,10 +2543,9 @@ def print_metrics(metrics):
         chance, most = metrics.get(f"{metric}/chance"), metrics.get(f"{metric}/at_most", 1)
         level = "" if chance is None else f"  chance {chance:.4f}"
         level += "" if most == 1 else f"  at most {most:.4f}: some candidates are equal"
+        if chance == 1:
+            level += ": every guess is right (one class, one image of each class, few candidates)"
         print(f"  {metric:36}  {in_digits(metrics[metric], 4)}{level}")
-    if certain := [metric for metric in metrics if metrics.get(f"{metric}/chance") == 1]:
-        print(f"  {', '.join(certain)}: every guess is right, as with one class, with one image of "
-              "each class, or with k candidates or fewer")
 
 
 def evaluate_and_show(embedder, data, options, run, failed, again=False):
@@ -2613,10 +2612,8 @@ def print_unseen(counted, context):
 
 def metrics_of_table(result):
     """The metrics of evals.jsonl that tables show. Tables leave out numbers of images, chance
-    levels and largest values. They also leave out metrics with chance 1, because every guess is
-    right."""
-    return [metric for metric in result if not metric.endswith(("/images", "/chance", "/at_most"))
-            and result.get(f"{metric}/chance") != 1]
+    levels and largest values."""
+    return [metric for metric in result if not metric.endswith(("/images", "/chance", "/at_most"))]
 
 
 def in_digits(x, digits):
