@@ -2,9 +2,8 @@
 
 The command prints a table of metrics, draws pictures into RUN and appends the metrics to
 RUN/evals.jsonl. Without --data the command repeats the evaluation that ended the training, and
-writes RUN/eval.json again. Several runs share a table; runs that differ only in their seed share a
-column, with mean and standard deviation. `torchrun --nproc_per_node=8 eval.py RUN ...` divides the
-images and captions among 8 GPUs.
+writes RUN/eval.json again. Several runs share a table, with a column for each. `torchrun
+--nproc_per_node=8 eval.py RUN ...` divides the images and captions among 8 GPUs.
 
 A map of the sections:
 
@@ -19,7 +18,7 @@ A map of the sections:
     Pictures            PICTURES: the table of all pictures, and what each picture needs
     Evaluating a run    main -> evaluate_run -> load_run, open_eval_set, evaluate_and_show
     Search, Weights     --query, --export
-    Several runs        a table of runs, with paired differences
+    Several runs        a table with a column for each run
     Command line        the flags
 
 To add a task, write a function and add a row to TASKS. To add a picture, add a row to PICTURES. To
@@ -171,7 +170,6 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=2
 
 # {value of --probe: (the setting that the probe chooses by itself, the default number of epochs)}
 PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", None)}
-CHOSEN = tuple(f"/{setting}" for setting, _ in PROBES.values())  # no accuracies
 # The learning rates from which the sgd probe chooses without --probe-lr.
 # differs: BAM (Table 9b) has one rate, .002 for ViT and .3 for ResNet-50, and learns from all
 # training images, as our probe with --probe-lr .002. Without this flag our probe learns from nine
@@ -195,8 +193,6 @@ def hold_out(labels, step):
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
     order = order[labels[order].argsort(stable=True)]
     several = order[labels.bincount()[labels[order]] > 1]
-    if not len(several):
-        print("No class has two images to learn from, so the probe takes the middle setting.")
     return torch.zeros(len(labels), dtype=torch.bool).index_fill(0, several[::step], True)
 
 
@@ -325,22 +321,6 @@ def mean(values):
     return sum(known) / len(known) if known else math.nan
 
 
-# {n: the 97.5 % quantile of Student's t with n - 1 degrees of freedom}
-QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306,
-             10: 2.262}
-
-
-def interval(differences):
-    """The 95 % interval of the mean of n differences (Student's t), or None if n is below 2."""
-    n = len(differences)
-    if n < 2:
-        return None
-    # for n above 10, the first terms of a series in 1 / (n - 1), with an error below .001
-    quantile = QUANTILES.get(n, 1.960 + 2.372 / (n - 1) + 2.822 / (n - 1) ** 2 + 2.6 / (n - 1) ** 3)
-    half = quantile * np.std(differences, ddof=1) / n**0.5
-    return mean(differences) - half, mean(differences) + half
-
-
 # The embedder -----------------------------------------------------------------------------
 #
 # Encodings are computed in fp32, even if the training used bf16. A cosine in bf16 has only 8
@@ -451,9 +431,6 @@ class Embedder:
     # counts over the encoded captions so far, see count; copies of an Embedder share them
     counted: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
-    def __post_init__(self):
-        self.model.eval()
-
     def read(self, file):
         """A path, bytes or PIL image -> its centre crop, uint8 (3, S, S). Tensors stay whole."""
         if torch.is_tensor(file):
@@ -563,8 +540,6 @@ class Embedder:
         [0, 1]. `workers` threads read the images, `chunk` at a time. Raises UserError for another
         argument, or if an image cannot be read.
         """
-        if torch.is_tensor(images) and images.ndim == 4 and len(images):
-            return self.encode_batches(check_images(images).split(self.chunk), encode)
         images = as_list(images)
 
         def stacked(part):
@@ -598,12 +573,9 @@ class Embedder:
                      token, STAIR (Fig. 10) the scores of each token, SPARO a map for each slot
             words    numpy (n, L), for SPARO only: the weights that each slot gives to the tokens
 
-        Raises UserError for a model of another method.
+        Models of other methods have no maps.
         """
         model = self.model
-        if not (model.align_words or model.slots or model.word_maps):
-            raise UserError("Maps need the slots of SPARO or the words of SPARC or STAIR, which "
-                            "this run lacks: give a run of these methods.")
         x = self.read_given(image)[None].to(self.device)
         tokens, mask = self.tokenize([caption])
         found = {"tokens": [self.tokenizer.vocab[token] for token in tokens[0]]}
@@ -690,6 +662,7 @@ def new_embedder(model, tokenizer, args, device):
         tokenizer = None
     context = model.text_encoder.context if tokenizer else None
     size = model.image_encoder.image_size
+    model.eval()
     return Embedder(model, tokenizer, context, size, device, workers=reading_threads(args))
 
 
@@ -732,9 +705,6 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
     tokenizer = common.open_tokenizer(Path(run, "vocab.txt")) if method.uses_text(args) else None
     model = common.build_model(method, args, *common.build_encoders(method, args, tokenizer))
     state = common.load_checkpoint(Path(run, checkpoint))
-    if not isinstance(state, dict) or state.get("method") != args.method:
-        raise UserError(f"{run}/{checkpoint} holds no {args.method} model, which config.json asks "
-                        f"for: give a checkpoint that this run wrote.")
     common.restore_model(model, state["model"], f"{run}/{checkpoint}", "config.json and vocab.txt "
                          "next to it must be those that the run wrote")
     if tokenizer and state["words"] != tokenizer.hash():
@@ -783,9 +753,6 @@ def read_templates(given):
         source += f" {given[0]}"
         given = common.read_list(given[0], "--templates")
     for template in given:
-        if template.startswith("lambda"):
-            raise UserError(f"{source}: {template!r} is Python code: write one template a line, "
-                            f"such as a photo of {{a}}.")
         if re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
             raise UserError(f"{source}: {template!r} needs one placeholder: write {{}} for the "
                             f"name of a class, or {{a}} for the name with its article; or give a "
@@ -797,8 +764,7 @@ def read_templates(given):
 # uses all images of SPEC.
 TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # images to evaluate, images to learn from
 # Options that change no metric, and so are not recorded in evals.jsonl
-NOT_OF_METRICS = {"query", "image", "caption", "export", "workers", "batch", "device", "is_own",
-                  "given", "several"}
+NOT_OF_METRICS = {"query", "image", "caption", "export", "workers", "batch", "device", "is_own", "given"}
 
 
 @dataclasses.dataclass
@@ -900,7 +866,6 @@ class Options(Flags):
     is_own: bool = False              # whether this is the evaluation that ends the training
     # names of the flags that the command line gives
     given: tuple = dataclasses.field(default=(), compare=False)
-    several: bool = False             # whether the command evaluates other --data, too
 
 
 def options_of(given, args):
@@ -917,7 +882,8 @@ def options_of(given, args):
         options.image_root, options.limit = args.image_root, TEST_LIMIT
         options.learn_limit = LEARN_LIMIT
     vars(options).update(given, given=tuple(given))
-    options.split = options.split or default_split(options.data)
+    named = common.parse_spec(options.data)[1].get("split", kind_of(options.data).split)
+    options.split = options.split or named
     options.train_data = options.train_data or spec_to_learn_from(options.data, args)
     options.templates = (read_templates(options.templates) if options.templates
                          else learned_templates(options.data, args))
@@ -958,15 +924,13 @@ def is_trained_on(spec, split, args):
     return split in ("all", learned[1].get("split", "train"))
 
 
-def refuse_useless_flags(options, kind, rows=()):
-    """Raise UserError for a flag of the command line that neither data of the kind, a row of KINDS,
-    nor the tasks and pictures `rows` use. Without an error, a user would believe that the flag had
-    an effect. With several --data, of which another may use the flag, a note is printed instead."""
-    spec, reasons = options.data, {}
-    for flag in {flag for row in [*TASKS.values(), *PICTURES.values()] for flag in row.flags}:
-        users = [name for table in (TASKS, PICTURES) for name in table if flag in table[name].flags]
-        if not any(flag in row.flags for row in rows):
-            reasons[flag] = f"it belongs to --task {', '.join(dict.fromkeys(users))}"
+def note_useless_flags(options, rows=()):
+    """Print a note for each flag of the command line that neither the data nor the tasks and
+    pictures `rows` use. Without a note, a user would believe that the flag had an effect."""
+    spec, kind = options.data, kind_of(options.data)
+    of_tasks = {flag for row in [*TASKS.values(), *PICTURES.values()] for flag in row.flags}
+    read = {flag for row in rows for flag in row.flags}
+    reasons = dict.fromkeys(of_tasks - read, "no task or picture of this command reads it")
     if options.probe != "sgd":
         reasons["probe_lr"] = f"the probe is {options.probe}, not sgd"
     ignored = [*kind.ignores, "split"] if kind.split == "all" else kind.ignores
@@ -974,16 +938,8 @@ def refuse_useless_flags(options, kind, rows=()):
     if "split" in common.parse_spec(spec)[1]:
         reasons["split"] = f"{spec} names its split itself"
     for flag in filter(reasons.get, options.given):
-        useless = f"{common.flag_of(flag)} {getattr(options, flag)} has no effect here: "
-        if not options.several:
-            raise UserError(f"{useless}{reasons[flag]}. Leave it out.")
-        print(f"note: {useless}{reasons[flag]}")
-
-
-def default_split(spec):
-    """The split to evaluate if --split is not given; "all" for data without splits."""
-    split = kind_of(spec).split
-    return split if split == "all" else common.parse_spec(spec)[1].get("split", split)
+        print(f"note: {common.flag_of(flag)} {getattr(options, flag)} has no effect here: "
+              f"{reasons[flag]}")
 
 
 class EvalSet:
@@ -1005,7 +961,6 @@ class EvalSet:
     image_size: int = None         # S, in pixels
     classes: Classes = None        # names and prompts of the classes, for tasks with text
     groups: dict = None            # {group: (class ids (C,), names)}; folders have one group, ""
-    named: Classes = None          # class names of files or folders; None: those of shapes
     label_ids: list = None         # the class of each label of shards; None: it is not known
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
     map_classes: dict = None       # {key: Classes} of `maps`
@@ -1014,7 +969,6 @@ class EvalSet:
     is_world: bool = False         # whether the data are the world, which has splits of its own
                                    # to learn from and to choose slots and masks by
     options: Options = None        # the options with which the data were opened
-    kind: object = None            # their row of KINDS
     source: object = None          # what common.open_data has opened. Labels of shards are looked
                                    # up in its `classes`, as soon as these are known
     labelled: Callable = None      # (purpose) -> pairs (image, class id)
@@ -1026,12 +980,15 @@ class EvalSet:
     videos: Callable = None        # (patch size) -> pairs (function () that yields the f frames
                                    # (3, h, w) of a video, object ids (f, H, W) from 1)
     boxes: Callable = None         # () -> pairs (image, padded to a square; common.Boxes)
-    box_classes: Classes = None    # classes of `boxes`
     rare_classes: list = None      # numbers of the classes without boxes in training
     word_masks: Callable = None    # () -> pairs (image, (caption, {(kind, word): mask (S, S)}))
 
     def __init__(self, **members):
         vars(self).update(members)
+
+    def used_classes(self):
+        """`classes`, or None: those of class folders may lack names, until a task asks for them."""
+        return vars(self).get("classes")
 
     @functools.cached_property  # opened once: k-NN and the linear probe share it
     def learn(self):
@@ -1059,11 +1016,9 @@ class FileSet(EvalSet):
             return source.each(content, None if purpose == "first" else options.limit)
 
         self.source = source
-        if source.skipped:
-            print(f"left out of {source.name}: {common.describe_skipped(source.skipped)}")
         if content == "caption":
             self.captioned = each
-        elif content != "boxes":
+        else:
             self.labelled = each
         if source.classes:
             self.groups = {"": (torch.arange(len(source.classes)), source.classes)}
@@ -1075,8 +1030,7 @@ class FileSet(EvalSet):
         names, source = common.class_names(folders, self.options.classes)
         if self.options.classes:  # to see at a glance whether the order is right
             print(f"classes: {folders[0]} = {names[0]}, ..., {folders[-1]} = {names[-1]}")
-        self.named = Classes(names, self.options.templates, source)
-        return self.named
+        return Classes(names, self.options.templates, source)
 
 
 def numbered_labels(classes, file):
@@ -1103,15 +1057,12 @@ def open_benchmark(options, *_):
     """
     directory, limit = options.data, options.limit
     split = Path(directory, options.split)
-    with common.explained(ValueError, f"{split}/nshards.txt", "; it is the number of tars"):
-        n = int(common.read_text(split / "nshards.txt", "--data"))
+    n = int(common.read_text(split / "nshards.txt", "--data"))
     found = len(common.matching(f"{split}/[0-9]*.tar"))
     if found > n:  # a part of the set would be left out
         raise UserError(f"{split}/nshards.txt holds {n}, but {found} tars are there: write "
                         f"{found}, or remove the tars that do not belong to the set.")
     shards = common.TarShards(f"{split}/{{0..{n - 1}}}.tar")
-    if options.query:  # a search needs images alone
-        return EvalSet(labelled=lambda purpose: shards.each(None, limit))
     kind = Path(directory, "dataset_type.txt")
     kind = common.read_text(kind, "--data").strip().lower() if common.look_at(kind) else ""
     if kind == "retrieval":
@@ -1130,56 +1081,39 @@ def open_benchmark(options, *_):
 
 
 def open_winoground(options, *_):
-    """A directory with Winoground's examples.jsonl -> EvalSet."""
-    return EvalSet(examples=functools.partial(read_winoground, options))
-
-
-def read_winoground(options):
-    """Yield the pairs of EvalSet.examples, for at most --limit examples. --image-root is the
-    directory of the images NAME.png. Raises UserError for a line without the four fields."""
-    file = Path(options.data, "examples.jsonl")
-    root = options.image_root or Path(options.data, "images")
-    for number, line in enumerate(common.read_list(file, "--data")[: options.limit]):
-        with common.explained((ValueError, KeyError, TypeError), f"{file}, sample {number + 1}",
-                              "; it must have image_0, image_1, caption_0, caption_1"):
-            row = json.loads(line)
-            for i in (0, 1):
-                yield str(Path(root, f"{row[f'image_{i}']}.png")), (number, row[f"caption_{i}"])
+    """A directory with Winoground's examples.jsonl -> EvalSet with examples. --image-root is the
+    directory of the images NAME.png."""
+    root, pairs = options.image_root or Path(options.data, "images"), []
+    lines = common.read_list(Path(options.data, "examples.jsonl"), "--data")
+    for number, row in enumerate(map(json.loads, lines[: options.limit])):
+        for i in (0, 1):
+            pairs.append((f"{root}/{row[f'image_{i}']}.png", (number, row[f"caption_{i}"])))
+    return EvalSet(examples=lambda: pairs)
 
 
 def sugarcrepe_files(directory):
-    """The JSON files of a directory that have SugarCrepe's own field in their first 4,000 bytes."""
-    found, field = [], b'"negative_caption"'
-    if common.look_at(directory) == "directory":
-        found = map(Path, common.matching(f"{directory}/*.json"))
-    return [file for file in found if file.is_file() and field in file.read_bytes()[:4000]]
+    """The JSON files of a directory that have SugarCrepe's own field."""
+    files = common.matching(f"{directory}/*.json")
+    return [file for file in files if common.file_holds(file, "negative_caption")]
 
 
 def open_sugarcrepe(options, *_):
-    """A directory with SugarCrepe's files, one for each kind of negative -> EvalSet."""
-    return EvalSet(hard_negatives=functools.partial(read_sugarcrepe, options))
-
-
-def read_sugarcrepe(options):
-    """Yield the pairs of EvalSet.hard_negatives, for at most --limit images. Raises UserError for
-    an item without its three fields."""
-    root = options.image_root or "."
+    """A directory with SugarCrepe's files, one for each kind of negative -> EvalSet with hard
+    negatives."""
     # grouped by image, so that an image with several negatives is encoded once
-    negatives_of = collections.defaultdict(list)
-    for file in sugarcrepe_files(options.data):
-        with common.explained((ValueError, KeyError, TypeError, AttributeError), file,
-                              "; its items must have filename, caption and negative_caption"):
-            for item in json.loads(file.read_text(encoding="utf-8")).values():
-                negative = (file.stem, item["caption"], item["negative_caption"])
-                negatives_of[str(Path(root, item["filename"]))].append(negative)
-    pairs = ((path, [*dict.fromkeys(found)]) for path, found in negatives_of.items())
-    return itertools.islice(pairs, options.limit)
+    root, negatives_of = options.image_root or ".", collections.defaultdict(dict)
+    for file in map(Path, sugarcrepe_files(options.data)):
+        for item in json.loads(file.read_text(encoding="utf-8")).values():
+            negative = file.stem, item["caption"], item["negative_caption"]
+            negatives_of[str(Path(root, item["filename"]))][negative] = None
+    pairs = [(path, [*found]) for path, found in negatives_of.items()]
+    return EvalSet(hard_negatives=lambda: pairs[: options.limit])
 
 
 def open_voc(options, image_size, _):
     """A directory in Pascal VOC's layout -> EvalSet with maps.
 
-    ImageSets/Segmentation/SPLIT.txt lists ids. JPEGImages/ID.jpg (or .png, ...) is an image, and
+    ImageSets/Segmentation/SPLIT.txt lists ids. JPEGImages/ID.jpg is an image, and
     SegmentationClass/ID.png is its map of class ids. Class 0 is the background, and 255 marks
     pixels that do not count. The image is squeezed into a square, not cropped, so that patches
     cover the map. Raises UserError for a map that is not of this form, or that has a class without
@@ -1195,10 +1129,9 @@ def open_voc(options, image_size, _):
 
     def read(name):
         """An id -> image (3, S, S), {"": map (H, W)}."""
-        files = [directory / "JPEGImages" / f"{name}{suffix}" for suffix in common.IMAGE_SUFFIXES]
         path = directory / "SegmentationClass" / f"{name}.png"
         truth = read_ids(path)
-        image = common.open_image(next(filter(Path.is_file, files), files[0]))
+        image = common.open_image(directory / "JPEGImages" / f"{name}.jpg")
         common.check_sides(image, truth.shape[::-1])
         highest = truth.masked_fill(truth == 255, 0).max()
         if highest > len(names):
@@ -1213,21 +1146,18 @@ def open_voc(options, image_size, _):
     return EvalSet(named=classes, map_classes={"": classes}, maps=maps)
 
 
-class BoxSet(FileSet):
-    """Images of a common.BoxTable."""
+def open_boxes(source, options, image_size):
+    """A common.BoxTable -> EvalSet with boxes."""
+    truths = dict(source.each("boxes", options.limit))
 
-    def __init__(self, source, options, image_size):
-        super().__init__(source, options, "boxes")
-        truths = dict(source.each("boxes", options.limit))
+    def read(file):
+        image = common.open_image(file)
+        common.check_sides(image, truths[file].size)
+        return common.squared(image, image_size)
 
-        def read(file):
-            image = common.open_image(file)
-            common.check_sides(image, truths[file].size)
-            return common.squared(image, image_size)
-
-        self.named = self.box_classes = Classes(source.names, options.templates, source.name)
-        self.rare_classes = source.rare
-        self.boxes = lambda: read_images(truths.items(), read, options.workers)
+    return EvalSet(classes=Classes(source.names, options.templates, source.name),
+                   rare_classes=source.rare,
+                   boxes=lambda: read_images(truths.items(), read, options.workers))
 
 
 def read_ids(path):
@@ -1317,8 +1247,10 @@ def open_source(options, image_size, content):
                               "boxes" if is_boxes else content)
     if is_shapes(options.data):
         return WorldSet(source, options)
+    if source.skipped:
+        print(f"left out of {source.name}: {common.describe_skipped(source.skipped)}")
     if is_boxes:
-        return BoxSet(source, options, image_size)
+        return open_boxes(source, options, image_size)
     if source.unit == "shards":
         return FileSet(source, options, None if options.query else "label")
     return FileSet(source, options, "label" if source.classes else "caption")
@@ -1388,12 +1320,10 @@ def open_eval_set(options, image_size, captions=True):
     a text encoder can also use data without captions. Raises UserError if the data cannot be
     opened."""
     kind, spec = kind_of(options.data), options.data
-    splits = kind.splits(spec)
-    if splits and options.split not in splits:
-        raise UserError(f"{spec} has no split {options.split}: give --split, one of "
-                        f"{', '.join(splits)}; for --select and --train-data DIR:split=NAME.")
-    data = kind.open(options, image_size, "caption" if captions else None)
-    data.image_size, data.options, data.kind = image_size, options, kind
+    with common.explained((ValueError, KeyError, TypeError, AttributeError),
+                          f"{spec} cannot be read; this is missing or wrong"):
+        data = kind.open(options, image_size, "caption" if captions else None)
+    data.image_size, data.options = image_size, options
     if options.nouns_adjectives:
         words = common.read_list(options.nouns_adjectives, "--nouns-adjectives")
         data.content_words = {word.lower() for word in words}
@@ -1435,14 +1365,11 @@ def open_to_learn(options, data):
                             "that they are not tested on: give other class folders or tar shards "
                             "with labels, by eval.py --train-data or train.py --eval-data.")
         ids = common.match_names(train.groups[""][1], names) if train.groups else data.label_ids
-    if ids is None and train.labelled and train.groups is None:  # shards
-        raise UserError(f"{spec} numbers its classes, {options.data} names them: give eval.py "
-                        f"--classes FILE with the folders' names, one a line, that of label 0 "
-                        f"first; in training, leave out --eval-data.")
     if ids is None or train.labelled is None:
         raise UserError(f"k-NN and probes learn from {spec}, which must have the class folders of "
                         f"{options.data}: {', '.join(names)}; give other data with eval.py "
-                        f"--train-data.")
+                        f"--train-data. Shards number their classes: eval.py --classes FILE names "
+                        f"them, one a line, that of label 0 first.")
 
     if train.groups is None:  # shards
         train.source.classes = [names[i] for i in ids]
@@ -1501,12 +1428,10 @@ class WorldSet(EvalSet):
         # trained without fillers does not know this prompt.
         usual = ["{a}", "a photo of {a}"] if world.fillers else ["{a}"]
         self.classes = Classes(PAIRS, templates or usual, "shapes")
-        self.named = self.classes if templates else None
         self.map_classes = {"/colour": Classes(COLOURS, [f"{{a}} {shape}" for shape in SHAPES]),
                             "/shape": Classes(SHAPES, usual)}
         self.unseen = torch.arange(64) // 8 >= world.palette
         self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
-        self.box_classes = self.classes
         self.rare_classes = self.unseen.nonzero()[:, 0].tolist()
 
     def scenes(self, purpose):
@@ -2164,8 +2089,8 @@ def classification(embedder, data, options):
 def query_embeddings(embedder, data):
     """Embeddings of the classes of data.boxes (C, E). A class's logit is the mean of the logits of
     its prompts, as in OWL-ViT's code. It is the logit of the mean of their embeddings."""
-    x = embedder.texts(data.box_classes.prompts)
-    return x.unflatten(0, (len(data.box_classes.names), -1)).mean(1).to(embedder.device)
+    x = embedder.texts(data.classes.prompts)
+    return x.unflatten(0, (len(data.classes.names), -1)).mean(1).to(embedder.device)
 
 
 def detection(embedder, data, options):
@@ -2222,7 +2147,6 @@ class Row(NamedTuple):
 PROMPTS, CAPTIONS = ("classes", "templates"), ("caption_prefix", "nouns_adjectives")
 LEARNED = "train_data", "label_fraction", "classes"
 CHOSEN_BY = *PROMPTS, *CAPTIONS, "select", "select_root"
-NAMED_WORDS = "classes", "nouns_adjectives"
 
 TASKS = {
     "zeroshot": Row(zeroshot, ("groups",), "encode_text", PROMPTS),
@@ -2254,16 +2178,12 @@ IN_WORDS = {  # a phrase for each attribute of EvalSet that rows of TASKS and PI
 
 def default_tasks(data, model):
     """Names of the usual tasks of a model, which run if --task is not given."""
-    if data.videos:
-        return ["video"]
-    if model.class_scores:
-        return ["classification"]
-    if model.detect:
-        return ["detection"]
+    if model.class_scores or model.detect:
+        return ["classification", "detection", "video"]
     if model.encode_text is None:  # a probe on files takes long, so it runs only if --task says so
-        return ["knn", "linear"] if data.is_world else ["knn"]
+        return ["knn", "linear"] if data.is_world else ["knn", "video"]
     tasks = ["zeroshot", "retrieval", "negatives", "winoground", "segmentation", "alignment",
-             "slot_alignment"]
+             "slot_alignment", "video"]
     return [*tasks, "words", "textfree", "sparsity"] if model.encode_words else tasks
 
 
@@ -2282,8 +2202,8 @@ def to_float(found):
 
 BRIGHTNESS = ("Brightness shows the weight of a patch: black is 0, full brightness is the largest "
               "weight of the map.")
-SCORES = ("Brightness shows the score of a patch for a word, p(h_j) in Eq. 4: black is the lowest "
-          "score of the map, full brightness is the highest. The scores need no text encoder.")
+OF_STAIR = ("STAIR's weights are p(h_j) in Eq. 4 minus the lowest of the map, and need no text "
+            "encoder.")
 STOP_WORDS = set("a an the and of in on at to by with from for is are it its his her".split())
 
 
@@ -2359,13 +2279,6 @@ def lit_sheet(title, note, rows):
     return sheet(title, note, pages)
 
 
-def says_something(word, data):
-    """Whether pictures have a map for a word. If the data have a list of nouns and adjectives,
-    these words have maps; otherwise all words except STOP_WORDS have."""
-    known = data.content_words
-    return word in known if known else word.isalpha() and word not in STOP_WORDS
-
-
 def maps_of_words(embedder, image, caption):
     """An image and a caption -> pairs (label, weights (P,)): a map for each token of the caption
     or, for SPARO, for the 23 slots that attend most sharply to a word. See Embedder.maps."""
@@ -2382,12 +2295,10 @@ def maps_of_words(embedder, image, caption):
 
 def draw_pair(embedder, image, caption):
     """Where the words or slots of one caption lie in one image."""
-    note = SCORES if embedder.model.word_maps else BRIGHTNESS
-    if embedder.model.slots:
-        note += " The number is the weight that the slot gives to the word."
     with common.explained(BROKEN, f"--image {image} cannot be read"):
         pixels = embedder.read(image)
     rows = [(caption, pixels, maps_of_words(embedder, image, caption))]
+    note = f"{BRIGHTNESS} {OF_STAIR} A slot's number is the weight that it gives to the word."
     return lit_sheet("Which patches each word or slot weights.", note, rows)
 
 
@@ -2397,12 +2308,10 @@ def draw_word_maps(embedder, data):
     for image, caption in zip(*take(embedder, data, 8)):
         complete = set(caption_words(caption))  # a token may be a piece of a word
         maps = [(word, weights) for word, weights in maps_of_words(embedder, image, caption)
-                if word in complete and says_something(word, data)]
+                if word in complete - STOP_WORDS]
         rows.append((caption, image, maps[:8]))
-    is_stair = embedder.model.word_maps
-    title = ("STAIR: where the words of a caption lie in its image (Fig. 10)." if is_stair
-             else "SPARC: which patches each word of a caption weights (Eq. 4).")
-    note = f"{SCORES if is_stair else BRIGHTNESS} At most eight words of a caption are shown."
+    title = "Where the words of a caption lie in its image (SPARC, Eq. 4; STAIR, Fig. 10)."
+    note = f"{BRIGHTNESS} {OF_STAIR} At most eight words of a caption are shown."
     return lit_sheet(title, note, rows)
 
 
@@ -2508,31 +2417,20 @@ def draw_heads(embedder, data):
 
 
 def draw_neighbours(embedder, data):
-    """Four query images, and the images among 1,000 that are nearest by encoding and by pixels.
-
-    The first row has the images whose encodings are nearest, the second has those whose pixels
-    are nearest. The comparison shows what the encoder adds."""
+    """Four query images, and the images among 1,000 whose encodings are nearest."""
     found = read_images(data.images("search"), embedder.read, embedder.workers)
     images = torch.stack([image for image, _ in itertools.islice(found, 1000)])
-    parts = images.split(embedder.chunk)
-    encodings = embedder.encode_batches(parts, embedder.model.encode_image)
-    # of small copies, because all pixels of 1,000 photographs (224 x 224) would take 600 MB
-    small = [F.adaptive_avg_pool2d(common.to_unit(part), 32).flatten(1) for part in parts]
-    pixels = torch.cat(small)                                               # (n, 3 * 32 * 32)
-    features = {"encoding": F.normalize(encodings, dim=-1),
-                "pixels": F.normalize(pixels - pixels.mean(0), dim=-1)}
-    rows = []
+    x = embedder.encode_batches(images.split(embedder.chunk), embedder.model.encode_image)
+    x, rows = F.normalize(x, dim=-1), []
     for i in range(min(4, len(images))):
-        for name, x in features.items():
-            cosines = x @ x[i]                                              # (n,)
-            cosines[i] = math.inf  # the query comes first, even before a copy of the query
-            scores, nearest = cosines.topk(min(10, len(images)))
-            labels = ["query", *[f"{score:.2f}" for score in scores[1:]]]
-            shown = [to_picture(image, (80, 80)) for image in images[nearest]]
-            rows.append((f"Nearest by {name}", [*zip(shown, labels)]))
-    title = f"Which of {len(images):,} images are nearest to a query, by encoding and by pixels."
-    note = "The numbers are cosines. Pixels are those of a copy of 32 x 32, minus the mean copy."
-    return sheet(title, note, rows)
+        cosines = x @ x[i]                                                  # (n,)
+        cosines[i] = math.inf  # the query comes first, even before a copy of the query
+        scores, nearest = cosines.topk(min(10, len(images)))
+        labels = ["query", *[f"{score:.2f}" for score in scores[1:]]]
+        shown = [to_picture(image, (80, 80)) for image in images[nearest]]
+        rows.append(("", [*zip(shown, labels)]))
+    note = f"The numbers are cosines of encodings. There are {len(images):,} images."
+    return sheet("The images that are nearest to a query.", note, rows)
 
 
 def chart(points, width=240, height=120):
@@ -2604,11 +2502,11 @@ def draw_log(run):
 
 
 PICTURES = {
-    "alignment": Row(draw_word_maps, IMAGES, "align_words", NAMED_WORDS),
+    "alignment": Row(draw_word_maps, IMAGES, "align_words", ("classes",)),
     "segmentation": Row(draw_segmentation, ("maps",), "encode_patches", PROMPTS),
     "slots": Row(draw_slots, IMAGES, "slots", ("classes",)),
     "words": Row(draw_words, IMAGES, "image_encoding", ("classes",)),
-    "queries": Row(draw_word_maps, IMAGES, "word_maps", NAMED_WORDS),
+    "queries": Row(draw_word_maps, IMAGES, "word_maps", ("classes",)),
     "heads": Row(draw_heads, IMAGES, "head_maps"),
     "samples": Row(draw_samples, IMAGES, "encode_text", ("classes",)),
     "neighbours": Row(draw_neighbours, ("captioned", "labelled")),
@@ -2652,18 +2550,15 @@ def tasks_to_run(options, data, model):
                         f"are for training, unless they have CLIP_benchmark's layout.")
     pictures = pictures_to_draw(model, data, asked)
     for name in asked:
-        if name not in usable and (name in TASKS or name not in pictures):
+        if name not in usable and name not in pictures:
             row = (PICTURES | TASKS)[name]
             needs = f"a model with {row.model}"
             if not row.fits(data):
                 needs = " or ".join(IN_WORDS[member] for member in row.data)
-            why = f"{can}; {name} needs {needs}."
-            if name not in pictures:
-                raise UserError(why)
-            print(f"note: {name}.png is drawn without metrics. {why}")
+            raise UserError(f"{can}; {name} needs {needs}.")
     wanted = asked or default_tasks(data, model)
     tasks = [name for name in usable if name in wanted]
-    refuse_useless_flags(options, data.kind, [*map(TASKS.get, tasks), *pictures.values()])
+    note_useless_flags(options, [*map(TASKS.get, tasks), *pictures.values()])
     if "zeroshot" in tasks:
         data.classes  # raises UserError if folders lack class names
     if "classification" in tasks:
@@ -2705,14 +2600,9 @@ def print_metrics(metrics):
         chance, most = metrics.get(f"{metric}/chance"), metrics.get(f"{metric}/at_most", 1)
         level = "" if chance is None else f"  chance {chance:.4f}"
         level += "" if most == 1 else f"  at most {most:.4f}: some candidates are equal"
-        level = "  there is nothing to average" if math.isnan(metrics[metric]) else level
+        if chance == 1:
+            level += ": every guess is right (one class, one image of each class, few candidates)"
         print(f"  {metric:36}  {in_digits(metrics[metric], 4)}{level}")
-    if certain := [metric for metric in metrics if metrics.get(f"{metric}/chance") == 1]:
-        print(f"  {', '.join(certain)}: every guess is right, as with one class, with one image of "
-              "each class, or with k candidates or fewer")
-    for metric, value in metrics.items():
-        if metric.endswith(CHOSEN):
-            print(f"  {metric} {value:.3g} was chosen on held-out images, if any, or is --probe-lr")
 
 
 def evaluate_and_show(embedder, data, options, run, failed, again=False):
@@ -2758,9 +2648,10 @@ def noted(failed):
 
 def print_notes(embedder, data):
     """Print what the metrics depend on: names of classes, captions that the model sees in part."""
-    if data.named and embedder.tokenizer:
-        print(f"Class names: {data.named.source}. First of {len(data.named.templates)} prompts: "
-              f"{data.named.prompts[0]!r}")
+    classes = data.used_classes()
+    if classes and embedder.tokenizer:
+        print(f"Class names: {classes.source}. First of {len(classes.templates)} prompts: "
+              f"{classes.prompts[0]!r}")
     print_unseen(embedder.counted, embedder.context)
 
 
@@ -2778,12 +2669,8 @@ def print_unseen(counted, context):
 
 def metrics_of_table(result):
     """The metrics of evals.jsonl that tables show. Tables leave out numbers of images, chance
-    levels, largest values and what a probe has chosen. They also leave out metrics with chance 1,
-    because every guess is right.
-    """
-    left_out = "/images", "/chance", "/at_most", *CHOSEN
-    return [metric for metric in result if not metric.endswith(left_out)
-            and result.get(f"{metric}/chance") != 1]
+    levels and largest values."""
+    return [metric for metric in result if not metric.endswith(("/images", "/chance", "/at_most"))]
 
 
 def in_digits(x, digits):
@@ -2799,8 +2686,7 @@ def metric_options(options):
 def metrics_record(embedder, data, options, result):
     """The metrics and all that they depend on, a dict."""
     depends_on = metric_options(options) | {"step": embedder.step, "git": common.revision()}
-    classes = data.classes if data.is_world else data.named
-    if classes:
+    if classes := data.used_classes():
         depends_on |= {"class_names": classes.source, "prompts": classes.templates}
     return {"settings": depends_on} | common.without_nan(result)
 
@@ -2895,7 +2781,7 @@ def numbered(pairs):
 def search(embedder, data, options, run):
     """Answer --query about the images of `data`, and draw QUERY-search.png. A query is a caption
     or, for STAIR, words with AND, OR, NOT (STAIR, App. D)."""
-    refuse_useless_flags(options, data.kind)
+    note_useless_flags(options)
     is_stair = bool(embedder.model.encode_words)
     if not (data.captioned or data.labelled):
         raise UserError(f"--query needs images to search: give a folder of images, a table or "
@@ -2910,9 +2796,9 @@ def search(embedder, data, options, run):
                     raise ValueError(f"{query!r} has AND, OR or NOT, which only STAIR knows: write "
                                      f"a caption")
                 stair.boolean_query(query, index)
-            elif set(embedder.tokenize([query])[0][0, 1:-1].tolist()) <= {embedder.tokenizer.unk}:
-                raise ValueError(f"the vocabulary has no word of {query!r}")
-    embedder = dataclasses.replace(embedder, tells=False)  # `tokenize` has told what is cut
+            else:
+                embedder.tokenize([query])  # tells what is cut or unknown
+    embedder = dataclasses.replace(embedder, tells=False)
     pairs = read_images(numbered(data.images("search")), embedder.read, embedder.workers)
     for part in progress(chunks(pairs, embedder.chunk), f"images, {embedder.chunk} at a time"):
         x, names = embedder.encode_pairs(part)
@@ -2991,77 +2877,22 @@ def export(run, checkpoint, file):
 
 
 # Several runs ---------------------------------------------------------------------------
-#
-# Runs that differ only in their seed share a column, which shows their mean and standard deviation.
-# A table of two columns also shows the difference between the columns.
-
-# The settings in which the runs of a column may differ: the seed, and settings that belong neither
-# to the method nor to the training recipe.
-ASIDE = ("seed out argv git torch threads resume checkpoint workers log_every save_every "
-         "keep_every eval_every accum_freq data_path directory").split()
 
 
-def print_table(columns, unit):
-    """Print {heading: {key: {metric: number}}} as a table. The columns are called A, B, ...
-
-    A heading has one dict of metrics for each key: for each seed, or for each --data. The columns
-    "B - A", ... show the mean difference over the keys that both headings have, and its 95 %
-    interval. unit: the word for a key.
-    """
-    letters = [chr(ord("A") + i) for i in range(len(columns))]
-    for letter, (heading, rows) in zip(letters, columns.items()):
-        print(f"{letter} (n = {len(rows)}): {heading}")
-    heads = ["", *letters, "chance", *[f"{letter} - A, 95 % interval" for letter in letters[1:]]]
+def print_table(runs):
+    """Print {run: [its metrics on each --data]}: a row for each metric, a column for each run. With
+    several --data a figure is the mean over the n of them that have the metric."""
+    heads, every = ["", *runs, "chance"], [*itertools.chain(*runs.values())]
     print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
-    every_row = [row for rows in columns.values() for row in rows.values()]
-    for metric in dict.fromkeys(itertools.chain(*map(metrics_of_table, every_row))):
-        values = [{key: row[metric] for key, row in rows.items() if metric in row}
-                  for rows in columns.values()]
-        cells = [mean_in_words([*found.values()], len(rows))
-                 for found, rows in zip(values, columns.values())]
-        chance = [row[f"{metric}/chance"] for row in every_row if f"{metric}/chance" in row]
+    for metric in dict.fromkeys(itertools.chain(*map(metrics_of_table, every))):
+        cells = []
+        for found in runs.values():
+            values = [row[metric] for row in found if metric in row]
+            n = f" (n = {len(values)})" if len(every) > len(runs) else ""
+            cells.append(in_digits(mean(values), 3) + n if values else "not measured")
+        chance = [row[f"{metric}/chance"] for row in every if f"{metric}/chance" in row]
         cells.append(in_digits(mean(chance), 3) if chance else "")
-        for found in values[1:]:
-            pairs = [found[key] - values[0][key] for key in found if key in values[0]]
-            alone = f"no common {unit}" if found and values[0] else "not measured in both"
-            cells.append(f"{mean(pairs):+.3f}" if pairs else alone)
-            if between := interval(pairs):
-                cells[-1] += f": {between[0]:+.3f} to {between[1]:+.3f} (n = {len(pairs)})"
         print(f"| {metric} | " + " | ".join(cells) + " |")
-
-
-def mean_in_words(values, n):
-    """The mean of a table's cell with the standard deviation, and the number of values unless they
-    are n."""
-    if not values:
-        return ""
-    deviation = f" ± {in_digits(np.std(values, ddof=1), 3)}" if len(values) > 1 else ""
-    fewer = f" (n = {len(values)})" if len(values) < n else ""
-    return in_digits(mean(values), 3) + deviation + fewer
-
-
-def compare_runs(evaluated):
-    """Print a table of several runs {run: (settings, metrics)}, as evaluate_run returns them.
-
-    Runs that differ only in their seed share a column. The headings name the settings that differ
-    between the columns.
-    """
-    columns = collections.defaultdict(list)
-    for run, (settings, _) in evaluated.items():
-        own = {key: value for key, value in settings.items() if key not in ASIDE}
-        columns[json.dumps(own, sort_keys=True)].append(run)
-    settings = list(map(json.loads, columns))
-    shared = set.intersection(*map(set, settings))  # each method has settings of its own
-    differing = [name for name in settings[0] if name in shared
-                 and any(other[name] != settings[0][name] for other in settings)]
-    table = {}
-    for own, runs in zip(settings, columns.values()):
-        heading = ", ".join([runs[0], *[f"{name} {own.get(name)!s:.60}" for name in differing]])
-        seeds = [evaluated[run][0]["seed"] for run in runs]
-        # the same seed a second time is a key of its own
-        table[heading] = {(seed, seeds[:i].count(seed)): evaluated[run][1]
-                          for i, (run, seed) in enumerate(zip(runs, seeds))}
-    print_table(table, "seed")
 
 
 # Command line ---------------------------------------------------------------------------
@@ -3093,7 +2924,7 @@ def parse_args(argv=None):
     return given.pop("runs"), given
 
 
-def check_flags(runs, given):
+def check_flags(given):
     """Raise UserError for flags that do not fit together, before any run is evaluated."""
     known = TASKS | PICTURES
     if unknown := set(Flags(**given).tasks) - known.keys():
@@ -3101,8 +2932,6 @@ def check_flags(runs, given):
     for name, least in {"limit": 1, "batch": 1, "workers": 0}.items():
         if given.get(name, least) < least:
             raise UserError(f"{common.flag_of(name)} {given[name]} must be at least {least}.")
-    if "export" in given and len(runs) > 1:
-        raise UserError(f"--export writes the weights of one run: give one run, not {len(runs)}.")
     if ("image" in given) != ("caption" in given):
         raise UserError("--image and --caption belong together: give both.")
 
@@ -3116,33 +2945,29 @@ def describe(options):
 
 
 def evaluate_run(run, given, device, failed):
-    """Evaluate a run -> (its settings, its metrics), two dicts. The settings include `step`, as a
-    run may still be training. given: {name: value} of the flags that are given, in which `data` is
-    one SPEC. With --query the function searches instead, and returns None. failed: a list that gets
-    a message for each task that fails and each file that cannot be written."""
-    own = common.explained(UserError, f"The data of {run}, which --data can replace")
+    """Evaluate a run -> its metrics, a dict. given: {name: value} of the flags that are given, in
+    which `data` is one SPEC. With --query the function searches instead, and returns None. failed:
+    a list that gets a message for each task that fails and each file that cannot be written."""
     embedder, args = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
     options = options_of(given, args)
     embedder.chunk, embedder.workers = options.batch, options.workers
     embedder.tells = bool(options.query)  # an evaluation tells at its end
     embedder.amp = options.amp
     captions = embedder.tokenizer is not None and not options.query  # a search needs none
-    with contextlib.nullcontext() if "data" in given else own:
-        data = open_eval_set(options, embedder.image_size, captions)
+    data = open_eval_set(options, embedder.image_size, captions)
     so_far = "" if embedder.step == args.steps else f", step {embedder.step} of {args.steps},"
     print(f"{run}{so_far} on {describe(options)}:")
     if options.query:
         failed += search(embedder, data, options, run)
         return None
-    settings = vars(args) | {"step": embedder.step, "eval_data": options.data}
-    return settings, evaluate_and_show(embedder, data, options, run, failed)
+    return evaluate_and_show(embedder, data, options, run, failed)
 
 
 @common.without_tf32()
 def main(argv=None):
     """Evaluate, search or export, as the command line says."""
     runs, given = parse_args(argv)
-    check_flags(runs, given)
+    check_flags(given)
     device = common.init_distributed()
     # the ranks share an evaluation; what encodes few images, or writes alone, is rank 0's
     if common.this_rank()[0] == 0 or not given.keys() & {"export", "image", "query"}:
@@ -3154,36 +2979,32 @@ def main(argv=None):
 def run_command(runs, given, device):
     """Each --data is evaluated for all runs. Raises UserError at the end if a run failed; the other
     runs are evaluated first, unless there are several ranks."""
-    flags = Flags(**given)
-    if flags.export is not None:
-        return export(runs[0], flags.checkpoint, flags.export)
-    several = len(flags.data or []) > 1
-    failed, specs = [], [{"data": spec, "several": several} for spec in flags.data or ()] or [{}]
-    if flags.image is not None:
+    if "export" in given:
+        for run in runs:  # a second run finds the file of the first
+            export(run, given.get("checkpoint", Flags.checkpoint), given["export"])
+        return
+    specs = [{"data": spec} for spec in given.get("data", ())] or [{}]
+    failed, found = [], collections.defaultdict(list)  # {run: [its metrics on each --data]}
+    if "image" in given:
         specs = []
         for run in runs:
-            embedder, _ = load_run(run, device, flags.checkpoint)
-            page = draw_pair(embedder, flags.image, flags.caption)
-            name = f"{path_words(flags.image)}-{path_words(flags.caption)}-pair.png"
+            embedder, _ = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
+            page = draw_pair(embedder, given["image"], given["caption"])
+            name = f"{path_words(given['image'])}-{path_words(given['caption'])}-pair.png"
             failed += save_figures({Path(run, name): page}, embedder.step)
-    metrics = collections.defaultdict(dict)  # {run: {--data: its metrics}}
     for spec in specs:
-        evaluated = {}
         for run in runs:
             try:
-                if found := evaluate_run(run, given | spec, device, failed):
-                    evaluated[run] = found
-                    metrics[run][spec.get("data")] = found[1]
+                if metrics := evaluate_run(run, given | spec, device, failed):
+                    found[run].append(metrics)
             except UserError as error:  # an error in one run must not stop the other runs
                 if common.this_rank()[1] > 1:  # but ranks may wait for this one
                     raise
                 failed.append(f"{run}: {error}" if len(runs) > 1 else str(error))
-        if len(runs) > 1 and any(found for _, found in evaluated.values()):
-            compare_runs(evaluated)
-    if several and metrics:
-        print_table({f"{run}, mean over data": rows for run, rows in metrics.items()}, "data")
-        for run, rows in metrics.items():
-            for metric, change in sparo.change_of_means([*rows.values()]).items():
+    if found and max(len(runs), len(specs)) > 1:
+        print_table(found)
+        for run, rows in found.items():
+            for metric, change in sparo.change_of_means(rows).items():
                 print(f"{run}: {metric} {change:+.3f}")
     if failed:
         raise UserError(" ".join(failed))

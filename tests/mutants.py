@@ -295,12 +295,12 @@ random_view(embedder, «0.08 => 0.8») # crops of a probe
 return common.match_names(«lines, classes => classes, lines») # --classes, the way back
 ids = common.match_names(«train.groups[""][1], names => names, train.groups[""][1]») if train # the way back
 ids = common.match_names(«names, known => known, names») if names # a classifier's classes, the way back
-== eval.py | reports | test_eval test_reports test_stair -k "search_by_words or vocs_layout or true_map or slots_are_selected or better_word or recipe"
+== eval.py | reports | test_eval test_reports test_stair -k "search_by_words or vocs_layout or each_true or slots_are_selected or better_word or means_over"
 index.search(dict.fromkeys(words, 1.0), 8«, where => ») # the condition of a query
 sparc.image_iou(predicted, truth«, foreground_only=True => ») # miou_fg without the background
 y = «F.normalize(y, dim=-1) => y».unflatten(0, (len(selection.classes # a long prompt counts no more
 torch.stack(list(ranks.values())).«amin => amax»(0) # the better of colour and shape
-ASIDE = ("seed «out => lr out» argv # another recipe ;; "keep_every eval_every accum_freq «data_path => batch data_path» directory" # another recipe
++ n if values else «"not measured" => ""» # an empty cell says so ;; for row in «every => runs» if f"{metric}/chance # chance
 (nearest == «c => c + 1») # a class of its own ;; if (truth == «c + 1 => c»).any() # ids begin at 1
 == eval.py | own | test_benchmarks test_reports -k "winoground_is or relative_paths or have_maps"
 "winoground/text": (text, 1 / «4 => 2», most) # chance ;; ("data", "eval_data"«, "image_root" => »): # a path of the training

@@ -517,7 +517,7 @@ def test_the_task_by_hand(monkeypatch):
     """Class 2 is rare. Another model finds the boxes of the second image in the third."""
     truths = [boxes_of(A, (2, 0, 0, 1, 0.75), size=(1, 0.75)), boxes_of((1, *B[1:])), boxes_of()]
     classes = evaluation.Classes(["red", "green", "blue"], ["{}"])
-    data = evaluation.EvalSet(box_classes=classes, rare_classes=[2])
+    data = evaluation.EvalSet(classes=classes, rare_classes=[2])
     data.boxes = lambda: [(torch.full((3, 8, 8), 4.0 + i), t) for i, t in enumerate(truths)]
     too_high = boxes_of(A, (2, 0, 0, 1, 1))  # reaches into the padding, which is cut off
     for model in (truths, [too_high, *truths[1:]]):
