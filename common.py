@@ -49,7 +49,6 @@ import os
 import pickle
 import random
 import re
-import signal
 import stat
 import string
 import subprocess
@@ -70,7 +69,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from PIL import ExifTags, Image
+from PIL import Image, ImageOps
 from torch import nn
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.utils.checkpoint import checkpoint
@@ -213,8 +212,6 @@ class Pixels(nn.Module):
 
     def __init__(self, name):
         super().__init__()
-        if name and name not in PIXELS:
-            raise UserError(f"pixels must be one of {', '.join(PIXELS)}, not {name!r}.")
         self.name = name
         for constant, values in zip(("mean", "std"), PIXELS[name or "clip"]):
             self.register_buffer(constant, torch.tensor(values)[:, None, None])  # (3, 1, 1)
@@ -328,13 +325,8 @@ class BatchNorm(nn.BatchNorm2d):
                                        self.running_var, self.eps, self.momentum,
                                        dist.group.WORLD, dist.get_world_size())
 
-        def statistics(x):
-            precise = x.to(torch.promote_types(x.dtype, torch.float32))  # float64 stays
-            return torch.var_mean(precise, (0, 2, 3), correction=0)      # (C,), (C,)
-
-        # The backward pass computes the statistics again. Otherwise autograd would keep a second
-        # copy of x, in fp32.
-        var, own = checkpoint(statistics, x, use_reentrant=False, preserve_rng_state=False)
+        precise = x.to(torch.promote_types(x.dtype, torch.float32))          # float64 stays
+        var, own = torch.var_mean(precise, (0, 2, 3), correction=0)          # (C,), (C,)
         mean = SumOverRanks.apply(own) / dist.get_world_size()               # (C,)
         # The total variance is the mean variance within ranks plus the variance between ranks.
         variance = var + (own - mean).square()
@@ -377,9 +369,8 @@ class ViT(Encoder):
                  eps=1e-6, patch_bias=True, drop_path=0.0, pixels=""):
         super().__init__()
         if image_size % patch_size:
-            multiple = max(1, image_size // patch_size) * patch_size
             raise UserError(f"image_size {image_size} is not a multiple of patch_size "
-                            f"{patch_size}: give {multiple}.")
+                            f"{patch_size}: give another --image-size.")
         if positions not in ("learned", "sincos"):
             raise UserError(f"positions must be learned or sincos, not {positions!r}.")
         if stem and math.prod(stride for _, stride in stem) != patch_size:
@@ -462,11 +453,12 @@ def sincos_positions(height, width, d):
 def resize_positions(pos, has_cls, height, width):
     """Interpolate the positions of a square grid to a grid of height x width, bicubically.
 
-    (1, [1 +] g*g, d) -> (1, [1 +] height*width, d). The row of [CLS] stays as it is.
+    (1, [1 +] g*g, d) -> (1, [1 +] height*width, d). The row of [CLS] stays as it is. Positions that
+    are no square grid are returned as they are.
     """
     cls, grid = pos[:, : int(has_cls)], pos[:, int(has_cls):]
     side = math.isqrt(grid.shape[1])
-    if (side, side) == (height, width):
+    if (side, side) == (height, width) or side * side != grid.shape[1] or side == 0:
         return pos
     grid = grid.reshape(1, side, side, -1).permute(0, 3, 1, 2).float()
     # differs: DeiT does not use antialiasing
@@ -512,9 +504,7 @@ class ResNet(resnet.ResNet):
 
     def __init__(self, image_size=224, blocks=(3, 4, 6, 3), pixels=""):
         super().__init__(resnet.Bottleneck, list(blocks), norm_layer=BatchNorm)
-        if image_size % 32:
-            raise UserError(f"image_size {image_size} is not a multiple of 32, as a ResNet needs.")
-        self.image_size, self.grid, self.cls = image_size, image_size // 32, None
+        self.image_size, self.grid, self.cls = image_size, math.ceil(image_size / 32), None
         self.width, self.norm = self.fc.in_features, nn.Identity()  # CLIP+GAP moves `norm`
         self.pixels = Pixels(pixels)
         del self.avgpool, self.fc
@@ -774,8 +764,6 @@ def clean_text(text, keeps_marks=False):
     many languages differ by a mark alone. (The marks that choose between a black and a coloured
     sign are dropped.)
     """
-    if text.isascii() and text.isprintable():  # most captions need only this fast line
-        return text.lower()
     out = []
     for char in text:
         category = unicodedata.category(char)
@@ -851,19 +839,19 @@ class Tokenizer:
 
 
 def open_tokenizer(path):
-    """A BERT vocab.txt -> WordPiece. CLIP's bpe_simple_vocab_16e6.txt, .gz or not -> BPE."""
-    lines = read_vocabulary(path)
-    with explained(UserError, path):
+    """A BERT vocab.txt -> WordPiece. CLIP's bpe_simple_vocab_16e6.txt, .gz or not -> BPE. Raises
+    UserError for another file."""
+    remedy = f". Give BERT's vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz. {SAME_FILE}"
+    kinds = OSError, EOFError, zlib.error, ValueError, KeyError
+    with explained(kinds, f"{path} is no vocabulary that can be used", remedy):
+        lines = read_vocabulary(path)
         return BPE(lines) if "#version" in lines[0] else WordPiece(lines)
 
 
 def read_vocabulary(path):
-    """The lines of a text file or of a .gz file. Raises UserError if it cannot be read."""
+    """The lines of a text file or of a .gz file."""
     opener = gzip.open if str(path).endswith(".gz") else open
-    kinds = OSError, EOFError, UnicodeDecodeError, zlib.error
-    remedy = f". Give BERT's vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz. {SAME_FILE}"
-    reading = explained(kinds, f"Cannot read the vocabulary {path}", remedy)
-    with reading, opener(path, "rt", encoding="utf-8-sig") as file:
+    with opener(path, "rt", encoding="utf-8-sig") as file:
         return file.read().rstrip("\n").split("\n")
 
 
@@ -881,18 +869,13 @@ class WordPiece(Tokenizer):
     A word becomes [UNK] if no token matches its next characters. "[SEP]" in a text is plain text,
     no special token.
 
-    vocab: the path of a `vocab.txt`, one token per line, or a list of tokens. Raises UserError if
-    the file cannot be read or lacks a special token.
+    vocab: the path of a `vocab.txt`, one token per line, or a list of tokens.
     """
 
     def __init__(self, vocab):
         vocab = vocab if isinstance(vocab, list) else read_vocabulary(vocab)
         self.vocab = self.lines = vocab
         self.ids = {token: i for i, token in enumerate(vocab)}
-        missing = [token for token in SPECIAL_TOKENS if token not in self.ids]
-        if missing:
-            raise UserError(f"The vocabulary of {len(vocab)} tokens lacks {' '.join(missing)}: "
-                            "give a BERT vocab.txt.")
         self.pad, self.unk, self.cls, self.sep = (self.ids[token] for token in SPECIAL_TOKENS)
         self.special = [i for i, token in enumerate(vocab) if re.fullmatch(r"\[\w+\]", token)]
         text = "".join(vocab)
@@ -942,7 +925,7 @@ class BPE(Tokenizer):
     plain text here.
 
     `vocab` appends "##" to a piece that does not end its word ("c##"). No word is unknown, because
-    every byte is a piece. Raises UserError for lines that are no merges.
+    every byte is a piece.
     """
 
     def __init__(self, lines):
@@ -958,16 +941,11 @@ class BPE(Tokenizer):
 
         # the ids of the merges follow, in the order of the lines
         self.byte_ids, self.merges = {byte: i for i, byte in enumerate(BYTE_SIGNS)}, {}
-        remedy = ". Give CLIP's bpe_simple_vocab_16e6.txt.gz"
-        with explained((ValueError, KeyError), "A line is not a pair of known pieces", remedy):
-            for line in self.lines[1:]:
-                a, b = line.split()
-                pair, merged = (ids[a], ids[b]), len(spelled)
-                self.merges[pair] = ids[a + b] = merged
-                spelled.append(spelled[pair[0]] + spelled[pair[1]])
-        if not any("</w>" in line for line in self.lines):
-            raise UserError("No </w> in the vocabulary: give CLIP's "
-                            "bpe_simple_vocab_16e6.txt.gz.")
+        for line in self.lines[1:]:
+            a, b = line.split()
+            pair, merged = (ids[a], ids[b]), len(spelled)
+            self.merges[pair] = ids[a + b] = merged
+            spelled.append(spelled[pair[0]] + spelled[pair[1]])
 
         # what pictures and tables show: the text of each id
         self.vocab = [piece.decode(errors="backslashreplace") for piece in spelled]
@@ -1081,11 +1059,6 @@ def merge_pair(pieces, pair, merged):
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff",
                   ".jpe", ".jfif", ".avif")
-ORIENTATION = ExifTags.Base.Orientation
-# EXIF's number of an orientation -> how the image is turned upright
-TURNS = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180,
-         4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
-         6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90}
 BICUBIC = v2.InterpolationMode.BICUBIC
 
 
@@ -1238,11 +1211,9 @@ def to_rgb(image):
     lies on its side. They also ignore transparency, and the colour below transparent pixels is
     often black. Transparent pixels are white here, as in img2dataset's shards.
     """
-    orientation = 1
+    image.load()  # raises an error for damaged pixels
     with contextlib.suppress(Exception):  # the EXIF can be damaged where the pixels are intact
-        orientation = image.getexif().get(ORIENTATION, 1)
-    if orientation in TURNS:
-        image = image.transpose(TURNS[orientation])
+        image = ImageOps.exif_transpose(image)
     # Images of 16 bits, 32 bits or floats: PIL's convert would cut all values at 255.
     if image.mode.startswith(("I", "F")):
         x = np.nan_to_num(np.asarray(image))
@@ -1445,10 +1416,7 @@ def blur(x, sigma):
 # --data names a source: a CaptionTable, TarShards or a World. Every source has
 #   content                  what comes with an image: "caption", "label", "boxes" or None
 #   classes                  the names of the labels, or None if the source does not know them
-#   sample_captions(limit, skip=0)
-#                            captions for the training of a vocabulary, evenly spread. A large
-#                            source leaves out the captions of sample_captions(skip), on which the
-#                            vocabulary is then checked.
+#   sample_captions(limit)   captions for the training of a vocabulary, evenly spread
 #   each(content, limit)     yields (path or bytes, value) of every image, for an evaluation (a
 #                            World has no such member)
 #   fingerprint              identifies the images and their order. A checkpoint keeps it, because
@@ -1631,6 +1599,7 @@ class CaptionTable:
     max_bad, unit = 1000, "images"
     start = 0                 # a position is the number of samples so far
     classes = labels = None   # for class folders: the folders' names, and (n,) the images' labels
+    queries = None            # for boxes: a text for each class
 
     def __init__(self, rows, name, root="", content="caption", split="train"):
         # "restval" is the part of COCO's val set that Karpathy adds to the training images
@@ -1658,10 +1627,9 @@ class CaptionTable:
                 else:
                     count_problem(left_out("empty caption", path), self.skipped)
         if not captions:
-            others = ", ".join(sorted(map(str, splits - kept))[:9])
-            nothing = f"the rows of the splits {others}" if others else "nothing, no row fits"
-            raise UserError(f"{name} has no image that can be used (left out: "
-                            f"{describe_skipped(self.skipped) or nothing}).")
+            found = ", ".join(sorted(map(str, splits))[:9]) or "none"
+            raise UserError(f"{name} has no image that can be used in the split {split} (splits: "
+                            f"{found}; left out: {describe_skipped(self.skipped) or 'nothing'}).")
 
         # Paths and captions are kept in numpy's buffers, which forked workers share. If they were
         # lists of strings, reading a string would write its reference count, and each worker would
@@ -1689,8 +1657,11 @@ class CaptionTable:
         return self.captions[self.first[i] : self.first[i + 1]].tolist()
 
     def value(self, i, content):
-        """What comes with image i: its label, the list of its captions."""
-        return int(self.labels[i]) if content == "label" else self.captions_of(i)
+        """What comes with image i: its label, its Boxes, or the list of its captions."""
+        if content == "label":
+            return int(self.labels[i])
+        captions = self.captions_of(i)
+        return boxes_of(captions) if content == "boxes" else captions
 
     def each(self, content, limit=None):
         """Yield (path, value) of every image, for an evaluation. limit: only so many images, the
@@ -1722,18 +1693,14 @@ class CaptionTable:
                     value = value[(epoch + i) % len(value)]
                 yield Sample(path, value, path, i), start
 
-    def sample_captions(self, limit, skip=0):
+    def sample_captions(self, limit):
         """See the head of this section. The first `limit` captions would name few classes, because
         class folders are read one after the other."""
         if self.classes:
-            class_names(self.classes)  # raises UserError for ImageNet's n01440764
-            if len(self.classes) == 1 or all(map(str.isdecimal, self.classes)):
-                raise UserError(f"{self.name}: captions such as {self.captions[0]!r} teach "
-                                "nothing: give class folders with names, a table, or shards with "
-                                "captions.")
-        size = len(self.captions)
-        n, start = min(limit, size), int(skip > 0 and size > limit)
-        return [self.captions[start + i * size // n] for i in range(n)]
+            class_names(self.classes)  # raises UserError for numbers instead of names
+        captions = self.queries or self.captions
+        n = min(limit, len(captions))
+        return [captions[i * len(captions) // n] for i in range(n)]
 
 
 class TarShards:
@@ -1742,7 +1709,6 @@ class TarShards:
 
     pattern: DIR/{00000..00012}.tar, or DIR/*.tar where numbers are missing, or several of these,
         joined by "::".
-    on_ranks: see look_at_shards.
 
     Each epoch shuffles the shards and deals them to ranks and workers. A worker reads four shards
     in turn, each from its start to its end, and shuffles encoded samples in a buffer of 240 MB,
@@ -1764,16 +1730,12 @@ class TarShards:
     start = 0, -1, -1, (0, 0, 0, ())
     content, classes, annotations = "caption", None, None
 
-    def __init__(self, pattern, on_ranks=False):
+    def __init__(self, pattern):
         self.name, self.skipped, self.paths = pattern, {}, []
         for name in itertools.chain(*map(expand_braces, pattern.split("::"))):
             self.paths += matching(name) or [name]
-        looks = [*zip(self.paths, look_at_shards(self.paths, on_ranks))]
-        missing = [f"{path} ({look})" for path, look in looks if isinstance(look, str)]
-        if missing:
-            raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} are "
-                            f"missing; the first is {missing[0]}: name others, or all that exist "
-                            f"by DIR/*.tar.")
+        with ThreadPool(16) as pool:  # a look at a network's disk takes milliseconds
+            looks = [*zip(self.paths, pool.map(look_at_shard, self.paths))]
         # without directories, so that a run can resume with data that moved
         names = [(os.path.basename(path), *look) for path, look in looks]
         self.fingerprint = f"{len(self.paths)} shards, {zlib.crc32(repr(names).encode())}"
@@ -1842,34 +1804,30 @@ class TarShards:
         content: "label", "caption", or None for images alone, whose second item is "shard:key".
         limit: read only so many samples, drawn at random and in random order; every call draws the
         same samples. Prints at the end what was left out. Raises UserError if no image has a label
-        or a caption, or if a label is not among the classes, as figures would then be wrong.
+        or a caption.
         """
         sample, counts = None, {}
         for sample in usable(read_tars(self.paths, content, limit, self.classes), counts):
-            if BAD_LABEL in counts:
-                break
             yield sample.file, sample.value if content else sample.name
-        if sample is None or BAD_LABEL in counts:
-            missing = "wrong labels" if BAD_LABEL in counts else "no image that can be used"
-            raise UserError(f"{self.name} has {missing} (left out: {describe_skipped(counts)}).")
+        if sample is None:
+            raise UserError(f"{self.name} has no image that can be used (left out: "
+                            f"{describe_skipped(counts)}).")
         if counts:
             print(f"left out of {self.name}: {describe_skipped(counts)}")
 
-    def sample_captions(self, limit, skip=0):
+    def sample_captions(self, limit):
         """See the head of this section. A shard gives its first captions."""
-        captions, first, counts, n = [], [], {}, min(limit, len(self.paths))
+        captions, counts, n = [], {}, min(limit, len(self.paths))
         for i in range(n):
-            wanted = math.ceil((limit + skip - len(captions) - len(first)) / (n - i))
+            wanted = math.ceil((limit - len(captions)) / (n - i))
             samples = read_tars([self.paths[i * len(self.paths) // n]], "caption")
             samples = usable(itertools.islice(samples, wanted + self.max_bad // n), counts)
             texts = itertools.chain.from_iterable(sample.value for sample in samples)
-            found, own = list(itertools.islice(texts, wanted)), math.ceil(skip / n)
-            first += found[:own]
-            captions += found[own:]
-        if not captions + first:
+            captions += itertools.islice(texts, wanted)
+        if not captions:
             raise UserError(f"{self.name} has no image with a caption (left out: "
                             f"{describe_skipped(counts)}).")
-        return (captions + first)[:limit]
+        return captions
 
 
 def expand_braces(pattern):
@@ -1899,37 +1857,17 @@ def matching(pattern):
     return paths
 
 
-def look_at_shards(paths, on_ranks):
-    """The size of each shard in bytes and the CRC of its first header, or in words why the shard
-    cannot be read. Shards of equal names and sizes are often others: sizes are rounded to 10,240
-    bytes. The first header has the name, the size and the time of the first file.
-
-    on_ranks: whether all ranks call this function. If their paths are equal, each rank looks at its
-    share of the shards, and learns the rest from the other ranks of its machine. A look at a
-    network's disk takes milliseconds, and large data have 40,000 shards.
-    """
-    def look(path):
-        try:
-            with open(path, "rb", 0) as file:
-                return os.fstat(file.fileno()).st_size, zlib.crc32(file.read(tarfile.BLOCKSIZE))
-        except OSError as error:
-            return error.strerror
-
-    shared = on_ranks and len({*gather_objects(zlib.crc32(repr(paths).encode()))}) == 1
-    rank, ranks = local_rank() if shared else (0, 1)
-    with ThreadPool(16) as pool:
-        looks = pool.map(look, paths[rank::ranks])
-    if shared:
-        first = this_rank()[0] - rank  # the first rank of this machine
-        rows = itertools.zip_longest(*gather_objects(looks)[first : first + ranks])
-        looks = [look for row in rows for look in row][: len(paths)]
-    return looks
+def look_at_shard(path):
+    """The size of a shard in bytes and the CRC of its first header. Shards of equal names and sizes
+    are often others: sizes are rounded to 10,240 bytes. The first header has the name, the size and
+    the time of the first file. Raises UserError if the shard cannot be read."""
+    with explained(OSError, f"Cannot read the shard {path}"), open(path, "rb", 0) as file:
+        return os.fstat(file.fileno()).st_size, zlib.crc32(file.read(tarfile.BLOCKSIZE))
 
 
 KEY = re.compile(r"(.*/)?[^/.]*")  # a file's name up to the first dot behind the directory
 BAD_SHARD = "unreadable, truncated or compressed shard"
 NO_IMAGE = "no image of a known ending (the files of a key must be neighbours in the tar)"
-BAD_LABEL = "label above those of the classes (perhaps labels are numbered from 1)"
 NO_CAPTION = "no .txt (the files of a key must be neighbours in the tar)"
 UNUSED = "image that no sample uses (a second image of its key, or a key with a dot)"
 
@@ -2034,54 +1972,42 @@ def image_suffix(places):
 def read_sample(key, content, classes=None):
     """A Sample of read_keys -> the Sample with the image's bytes, and its captions or its label.
 
-    content: "caption" reads KEY.txt, one caption per line. "label" reads KEY.cls, or "label" in
-    KEY.json: a number from 0, or the name of one of the classes. None reads the image only.
+    content: "caption" reads KEY.txt, one caption per line. "label" reads KEY.cls: a number from 0,
+    or the name of one of the classes. None reads the image only.
     """
     if key.problem:
         return key
-    image, value, problem = image_suffix(key.value), None, ""
+    image, value = image_suffix(key.value), None
     if image is None:
         return left_out(NO_IMAGE, key.name)
     if content == "caption":
-        value, problem = find_captions(key.value.get(".txt"))
+        if ".txt" not in key.value:
+            return left_out(NO_CAPTION, key.name)
+        try:
+            lines = key.value[".txt"].decode("utf-8-sig").split("\n")
+        except UnicodeError:
+            return left_out("caption that is not UTF-8", key.name)
+        value = [caption for caption in clean_captions(lines) if caption]
+        if not value:
+            return left_out("empty caption", key.name)
     elif content == "label":
-        text = label_text(key.value.get(".cls", b""), key.value.get(".json", b""))
-        value, problem = find_label(text, classes or ())
-        if problem:
-            return left_out(problem, f"{key.name} (label {text!r:.50})")
-    return key._replace(file=key.value[image], value=value, problem=problem)
+        text = key.value.get(".cls", b"").decode("utf-8-sig", "replace").strip()
+        value = find_label(text, classes or (), key.name)
+        if value is None:
+            return left_out("no label", f"{key.name} (label {text!r:.50})")
+    return key._replace(file=key.value[image], value=value)
 
 
-def find_captions(text):
-    """The bytes of KEY.txt, or None -> ([captions], ""), or ([...], what is wrong)."""
-    if text is None:
-        return [], NO_CAPTION
-    if b"\0" not in text:  # which UTF-16 has in each letter
-        with contextlib.suppress(UnicodeError):
-            lines = text.decode("utf-8-sig").split("\n")
-            captions = [caption for caption in clean_captions(lines) if caption]
-            return captions, "" if captions else "empty caption"
-    return [], "caption that is not UTF-8"
-
-
-def label_text(cls, data):
-    """The bytes of KEY.cls and of KEY.json -> the label as text, "" if there is none."""
-    text = cls.decode("utf-8-sig", "replace").strip()
-    if not text:
-        with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
-            text = str(json.loads(data)["label"])
-    return text
-
-
-def find_label(text, classes):
-    """A class's number or name -> (the number, ""), or (None, what is wrong). Without the names of
-    the classes every number is right."""
-    label = int(text) if re.fullmatch("[0-9]{1,9}", text) else None
-    if label is None and text in classes:
-        label = classes.index(text)
-    if label is not None and classes and label >= len(classes):
-        return None, BAD_LABEL
-    return label, "no label" if label is None else ""
+def find_label(text, classes, name):
+    """A class's number or name -> the number, None if there is none. Without the names of the
+    classes every number is right. Raises UserError for a number above those of the classes: then
+    other labels are likely wrong, too."""
+    if not re.fullmatch("[0-9]{1,9}", text):
+        return classes.index(text) if text in classes else None
+    if classes and int(text) >= len(classes):
+        raise UserError(f"{name} has the label {text}, but the {len(classes)} classes are numbered "
+                        "from 0: mend the labels (perhaps they begin at 1), or name all classes.")
+    return int(text)
 
 
 BROKEN_ROW = "broken row (perhaps an open quote, a comma outside quotes, or a very long cell)"
@@ -2089,9 +2015,9 @@ BROKEN_ROW = "broken row (perhaps an open quote, a comma outside quotes, or a ve
 
 def read_header(path):
     """A CSV or TSV file -> its delimiter and the names of its columns."""
-    with explained((OSError, UnicodeError), f"Cannot read {path}"):
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            first = file.readline()
+    reading = explained((OSError, UnicodeError), f"Cannot read {path}")
+    with reading, open(path, newline="", encoding="utf-8-sig") as file:
+        first = file.readline()
     delimiter = "\t" if "\t" in first else ","
     return delimiter, next(csv.reader([first], delimiter=delimiter), [])
 
@@ -2108,13 +2034,10 @@ def read_table(path, image, caption):
         next(file, None)
         image = image or ("filepath" if "filepath" in columns else "image")
         caption = caption or ("title" if "title" in columns else "caption")
-        for column in (image, caption):
-            if column not in columns:
-                raise UserError(f"{path} has no column {column!r}, only {columns}: let its first "
-                                "line name the columns, such as filepath,title, with commas or "
-                                f"tabs between them, or give {path}:image=COLUMN,caption=COLUMN.")
-
-        i, j = columns.index(image), columns.index(caption)
+        remedy = (": let its first line name the columns, such as filepath,title, with commas or "
+                  f"tabs between them, or give {path}:image=COLUMN,caption=COLUMN")
+        with explained(ValueError, f"{path} has the columns {columns}", remedy):
+            i, j = columns.index(image), columns.index(caption)
         k = columns.index("split") if "split" in columns else None
         for number, cells in read_rows(file, delimiter, len(columns)):
             if cells and cells[i]:
@@ -2124,39 +2047,27 @@ def read_table(path, image, caption):
 
 
 def read_rows(lines, delimiter, width):
-    """Yield (number of the row's first line, cells) for each row below a table's header; a broken
-    row has no cells.
+    """Yield (line number, cells) for each row below a table's header. A broken row has no cells; it
+    comes once for each of its lines.
 
-    A cell in quotes may have line breaks, as pandas writes them. But an open quote joins rows. It
-    shows by a wrong number of cells, or by a line that is a row by itself, with the name of an
-    image. Then only the first line is broken, and the lines after that line are rows of their own.
+    A cell in quotes may have line breaks, as pandas writes them. But an open quote joins rows, up
+    to the next quote. It shows by a wrong number of cells, or by the name of an image in a cell.
     """
-    ahead, number = collections.deque(), 2
-
-    def noted(row):
-        """Yield the next lines, and add them to the row."""
-        while (line := ahead.popleft() if ahead else next(lines, None)) is not None:
-            row.append(line)
-            yield line
-
+    rows, first = csv.reader(lines, delimiter=delimiter), 2
     while True:
-        row, alone, cells = [], [], []
-        with contextlib.suppress(csv.Error, StopIteration):  # a cell of more than 131,072 letters
-            found = next(csv.reader(noted(row), delimiter=delimiter))
-            if len(row) > 1:
-                alone = [next(csv.reader([line], delimiter=delimiter)) for line in row[1:]]
-                # A quote in a line can be text: a 5" pipe. One that joins lines must be complete.
-                found = next(csv.reader(row, delimiter=delimiter, strict=True))
-            cells = found
-        if not row:
+        try:
+            cells = next(rows, None)
+        except csv.Error:  # a cell of more than 131,072 letters
+            cells = [""]
+        if cells is None:
             return
-        joined = any(len(line) == width and any(map(is_image, line)) for line in alone)
-        if joined or len(cells) != width:
-            ahead.extendleft(reversed(row[1:]))
-            row, cells = row[:1], []
-        if cells or row[0].strip():  # an empty line is no row
-            yield number, cells
-        number += len(row)
+        below = [cell.partition("\n")[2] for cell in cells]  # the cells without their first lines
+        parts = re.split(f"[\n{delimiter}]", "\n".join(below)) if any(below) else ()
+        if len(cells) == width and not any(is_image(part.strip()) for part in parts):
+            yield first, cells
+        elif cells:  # an empty line is no row
+            yield from ((number, []) for number in range(first, rows.line_num + 2))
+        first = rows.line_num + 2
 
 
 def read_token_file(path):
@@ -2210,9 +2121,9 @@ class Format(NamedTuple):
     has_splits: object = lambda name: False  # (name) -> whether the rows are of several splits
 
 
-def formats(on_ranks=False, image_size=48):
-    """The formats of --data. The arguments are those of open_data. To add a format of files' names,
-    write a reader, which yields rows, and add a row with functools.partial(open_table, reader)."""
+def formats(image_size=48):
+    """The formats of --data. image_size: see open_data. To add a format of files' names, write a
+    reader, which yields rows, and add a row with functools.partial(open_table, reader)."""
     columns = {"image": "", "caption": ""}
     world = dataclasses.asdict(World()) | {"size": image_size}
     return [
@@ -2221,7 +2132,7 @@ def formats(on_ranks=False, image_size=48):
         Format([".csv", ".tsv", ".txt"], functools.partial(open_table, read_table), columns,
                "FILE.csv, .tsv or .txt[:image=COLUMN,caption=COLUMN,split=NAME]",
                lambda name: "split" in read_header(name)[1]),
-        Format([".tar"], lambda name, *_: TarShards(name, on_ranks), {},
+        Format([".tar"], lambda name, *_: TarShards(name), {},
                "'DIR/{00000..00012}.tar' or 'DIR/*.tar', several of them joined by '::'"),
         Format([".json"], functools.partial(open_table, read_json), {},
                "FILE.json of COCO or Karpathy[:split=NAME]",
@@ -2238,12 +2149,12 @@ def file_holds(name, field):
     return is_json and b'"%s"' % field.encode() in Path(name).read_bytes()
 
 
-def format_of(name, *arguments):
+def format_of(name, image_size=48):
     """The Format of a SPEC's name, or None."""
     ending = Path(name).suffix.lower() or name
     if name != "shapes" and look_at(name) == "directory":
         ending = "/"
-    return next((row for row in formats(*arguments) if ending in row.endings), None)
+    return next((row for row in formats(image_size) if ending in row.endings), None)
 
 
 def has_splits(spec):
@@ -2252,8 +2163,7 @@ def has_splits(spec):
     return kind is not None and kind.has_splits(name)
 
 
-def open_data(spec, image_root=None, split="train", image_size=48, content="caption",
-              on_ranks=False):
+def open_data(spec, image_root=None, split="train", image_size=48, content="caption"):
     """Open the data to train on: a SPEC of one of the formats() -> a source.
 
     The source is a World, a CaptionTable or TarShards.
@@ -2263,22 +2173,21 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
     split: the split to read ("train" includes Karpathy's restval). image_size: the side of the
         world's pictures in pixels. The SPEC's own settings override `split` and `image_size`.
     content: what each image needs. "caption"; "label", which class folders, shards and the world
-        have; "boxes", which the world and a BoxTable have; or None for images only, so that shards
+        have; "boxes", which the world and open_boxes have; or None for images only, so that shards
         need no captions and directories no class folders.
-    on_ranks: whether all ranks open these data, so that they can share the work.
 
     Raises UserError if the data do not exist or do not fit. (eval.open_eval_set opens the data of
     an evaluation.)
     """
     name, settings = parse_spec(spec)
-    kind = format_of(name, on_ranks, image_size)
+    kind = format_of(name, image_size)
     if kind is None:
         problem = "is a file of an unknown format" if look_at(name) else "does not exist"
         forms = "; ".join(row.form for row in formats())
         raise UserError(f"{name} {problem}. Give one of: {forms}.")
     if content == "boxes" and name != "shapes":
         cast_settings(settings, {}, name)  # a file of boxes has none
-        return BoxTable(name, image_root, split)
+        return open_boxes(name, image_root, split)
     # has_splits may read the whole file, so it is asked only where the SPEC names a split
     if "split" in settings and kind.has_splits(name):
         split = settings.pop("split")
@@ -2311,25 +2220,14 @@ def open_directory(directory, content, *_):
     files = sorted(entry.path for entry in entries if not is_directory(entry))
     if content is None and (not classes or any(map(is_image, files))):
         return CaptionTable(rows_of_images(directory, "an image"), directory)
-    parts = [name for name in classes if PART.fullmatch(name.lower())]
-    if parts and (parts != ["train"] or classes == parts):  # next to others a train is a class
-        raise UserError(f"{directory} has the folders {', '.join(parts)}, which are no classes: "
-                        f"give {os.path.join(directory, parts[-1])}.")
-
     rows = [left_out("file next to the class folders", path) for path in files]
-    rows += rows_of_classes(directory, classes)
-    table = CaptionTable(rows, directory)
+    table = CaptionTable([*rows, *rows_of_classes(directory, classes)], directory)
     table.classes = classes
     empty = [classes[label] for label in {*range(len(classes))}.difference(table.labels.tolist())]
     if content and empty:
         raise UserError(f"{len(empty)} of the {len(classes)} class folders of {directory} have no "
                         f"images that you may read, such as {empty[0]}: add images, or remove "
                         "these folders.")
-    texts = {x.name[:-4] for x in rows if x.name.endswith(".txt")}
-    captioned = [x.file for x in rows if not x.problem and os.path.splitext(x.file)[0] in texts]
-    if content and len(captioned) > len(table) / 2:
-        raise UserError(f"{directory} has a caption beside each image, such as {captioned[0]}: "
-                        "write the captions into a table or into tar shards.")
     return table
 
 
@@ -2352,8 +2250,6 @@ def rows_of_images(folder, caption, label=None):
             yield left_out("file without an image's ending", path)
 
 
-# the names of parts of a data set, such as train, val2017
-PART = re.compile(r"(train(ing)?|val(id|idation)?|test|dev)([-_]?(\d+|[ab]))?")
 FOLDER_CAPTION = "a photo of {a}."  # {a}: the name of the class with its article
 # beginnings of the names of files that systems and editors create without being asked
 HIDDEN = (".", "__MACOSX", "@eaDir")
@@ -2442,22 +2338,15 @@ def class_names(folders, file=None):
         if places := match_names(names, folders):
             lines = [names[places.index(i)] for i in range(len(folders))]
             return [re.sub(r"^n\d{8} +", "", line.replace("_", " ")) for line in lines], str(file)
-
-        # A file in another order than the folders would name every class wrongly, without an error.
-        plain = [*map(plain_name, folders)]
-        for folder, name in zip(plain, map(plain_name, names)):
-            if name != folder and name in plain:
-                raise UserError(f"{file} gives the folder {folder} the name of another, {name}: "
-                                "sort its lines as the folders, or write the folders' names.")
         return names, str(file)
 
-    numbers = [folder for folder in folders if re.fullmatch(r"n\d{8}", folder)]
-    if len(numbers) == len(folders) == 1000:
+    numbers = [folder for folder in folders if re.fullmatch(r"n?\d+", folder)]
+    if len(numbers) == len(folders) == 1000 and numbers[0][0] == "n":
         # differs: CLIP and CLIP_benchmark use other names; give theirs with --classes
         return ResNet50_Weights.IMAGENET1K_V1.meta["categories"], "torchvision"
     if numbers:
-        raise UserError(f"The class folder {numbers[0]} has a number of ImageNet instead of a "
-                        "name: rename the folder. eval.py also takes names by --classes FILE.")
+        raise UserError(f"The class folder {numbers[0]} has a number instead of a name: rename the "
+                        "folder. eval.py also takes names by --classes FILE.")
     return [folder.replace("_", " ") for folder in folders], "folders"
 
 
@@ -2496,8 +2385,7 @@ def label_rows(names, labels, fraction):
     rounded, but at least one image; every call keeps the same images. The file lists image names,
     one per line, such as SimCLR's lists of 1 % and 10 % of ImageNet, which BAM uses (Table 4).
 
-    Raises UserError if a name of the file is not the name of exactly one image, or if a class has
-    no image left.
+    Raises UserError if a name of the file is not the name of exactly one image.
     """
     if re.fullmatch(r"-?\d*\.?\d+(e-?\d+)?", fraction):
         share, rows, labels = float(fraction), [], np.asarray(labels)
@@ -2513,13 +2401,8 @@ def label_rows(names, labels, fraction):
     rows = [i for i, name in enumerate(names) if name in wanted]
     missing = len(wanted - set(names))
     if missing or len(rows) > len(wanted):
-        raise UserError(f"--label-fraction {fraction} lists {len(wanted)} names of images. "
-                        f"{missing} of them are missing from the training data, which have "
-                        f"{len(rows)} images with these names: each name must be the name of one "
-                        "image.")
-    if lacking := set(np.asarray(labels).tolist()) - {int(labels[i]) for i in rows}:
-        raise UserError(f"--label-fraction {fraction} lists no image of {len(lacking)} classes, "
-                        f"for example of class {min(lacking)}: list an image of each class.")
+        raise UserError(f"--label-fraction {fraction} lists {len(wanted)} names. {missing} of them "
+                        f"are no image's, and {len(rows)} images have the others: name each once.")
     return rows
 
 
@@ -2664,10 +2547,9 @@ class Stream(IterableDataset):
         if self.source.content == "boxes":
             image, truth = self.transform(found.file, sample.value)
             return sample._replace(file=image, value=truth)
-        box = () if self.boxes is None else self.boxes[sample.number].tolist()
-        if not box or math.isnan(box[0]):
-            return sample._replace(file=self.transform(found.file))
-        return sample._replace(file=self.transform(found.file, box))
+        box = [math.nan] if self.boxes is None else self.boxes[sample.number].tolist()
+        known = [] if math.isnan(box[0]) else [box]
+        return sample._replace(file=self.transform(found.file, *known))
 
     def collate(self, samples):
         """Loaded samples -> a part of a batch without "skipped" and "position"."""
@@ -2804,8 +2686,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         """Raise UserError, which one rank of each machine prints."""
-        quotes = ", and quote a pattern of .tar files" if ".tar" in message else ""
-        raise UserError(f"{message}: see --help{quotes}.")
+        raise UserError(f"{message}: see --help.")
 
 
 @functools.cache  # inspect searches the file for the source of a class
@@ -2928,10 +2809,9 @@ def replacing(path):
             file.flush()
             os.fsync(file.fileno())
             patiently(os.replace, temporary, path)
-    except BaseException:
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise
 
 
 def write_file(path, content):
@@ -2994,19 +2874,18 @@ def restore_model(model, weights, path, remedy):
     missing, extra, of another shape, not finite or no float. path: the file, for the message."""
     # Weights that do not say which pixels they expect (older checkpoints) keep those of the model.
     constants = {name: x for name, x in model.state_dict().items() if "pixels." in name}
-    problem = None
     try:
         model.load_state_dict(constants | weights)
-        for name, x in model.state_dict().items():
-            theirs = weights.get(name, x)  # torch copies integers into floats without an error
-            if x.is_floating_point() > theirs.is_floating_point() or not x.isfinite().all():
-                problem = f"holds weights that are NaN, infinite or no floats, {name}: give another"
     except RuntimeError as error:
         # the first differences of torch's long list; its first line names the class only
         lines = [textwrap.shorten(line, 150) for line in str(error).splitlines()[1:4]]
-        problem = f"holds a model of another size or kind ({' '.join(lines)}): {remedy}"
-    if problem:
-        raise UserError(f"{path} {problem}.")
+        raise UserError(f"{path} holds a model of another size or kind ({' '.join(lines)}): "
+                        f"{remedy}.") from None
+    for name, x in model.state_dict().items():
+        theirs = weights.get(name, x)  # torch copies integers into floats without an error
+        if x.is_floating_point() > theirs.is_floating_point() or not x.isfinite().all():
+            raise UserError(f"{path} holds weights that are NaN, infinite or no floats, {name}: "
+                            "give another file.")
 
 
 def load_checkpoint(path, map_location="cpu"):
@@ -3025,9 +2904,7 @@ def load_checkpoint(path, map_location="cpu"):
         if local_rank()[0] == 0 and zipfile.is_zipfile(path):
             if damaged := zipfile.ZipFile(path).testzip():
                 raise ValueError(f"its part {damaged} is damaged")
-        with contextlib.suppress(pickle.UnpicklingError):  # its text advises weights_only=False
-            return torch.load(path, map_location=map_location, weights_only=True)
-        raise ValueError("it holds more than tensors and plain values, or is no file of torch.save")
+        return torch.load(path, map_location=map_location, weights_only=True)
 
 
 # Distributed --------------------------------------------------------------------------
@@ -3086,33 +2963,11 @@ def this_rank():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def wait_for_rank_0():
-    """Let the other ranks wait, for a day at most, until rank 0 calls this function too.
-
-    The other ranks must wait while rank 0 draws at the end. If all ranks of a machine end, their
-    torchrun waits 5 minutes for the other machines and then leaves, and rank 0 fails. The ranks
-    wait at the store, because the process group waits only 30 minutes.
-    """
-    if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-        if dist.get_rank() == 0:
-            store.set("rank 0 is ready", "")
-        store.wait(["rank 0 is ready"], datetime.timedelta(days=1))
-
-
 @contextlib.contextmanager
 def rank_0_prints():
     """A context in which the other ranks print nothing."""
     with contextlib.redirect_stdout(sys.stdout if this_rank()[0] == 0 else io.StringIO()):
         yield
-
-
-def let_rank_0_speak():
-    """Ranks often fail with the same message. All but the first rank of a machine keep silent,
-    until torchrun ends them."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM then ends the process
-        time.sleep(10)
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -3183,9 +3038,6 @@ CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")
 OPENAI_ONLY = ("input_resolution", "context_length", "vocab_size")  # tensors that are no weights
 TIMM_NAMES = [  # (the name in timm's VisionTransformer, ours), where they differ
     ("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
-OWNERS = {  # {a part of a tensor's name: whose names these are}
-    "resblocks.": "CLIP", "patch_embed.proj.": "timm", "layer4.": "torchvision",
-    "encoder_layer_": "torchvision's ViT", "embeddings.": "Hugging Face's transformers"}
 
 
 def load_clip(encoders, state_dict, tokenizer):
@@ -3196,7 +3048,7 @@ def load_clip(encoders, state_dict, tokenizer):
     text encoder.
     """
     # "text." begins the names of the text encoder in OpenCLIP's CustomTextCLIP
-    state = {key.removeprefix("text."): x for key, x in unwrapped(state_dict, "CLIP").items()}
+    state = {key.removeprefix("text."): x for key, x in unwrapped(state_dict).items()}
     parts = {key: x for key, x in state.items() if key in CLIP_PARTS}
     rest = {key: x for key, x in state.items() if key not in CLIP_PARTS + OPENAI_ONLY}
     image = {key.removeprefix("visual."): x for key, x in rest.items() if "visual." in key}
@@ -3216,31 +3068,21 @@ def load_clip(encoders, state_dict, tokenizer):
     return parts
 
 
-def unwrapped(state, wanted):
-    """The content of a checkpoint -> {name: tensor}, only the weights. wanted: one of OWNERS.
+def unwrapped(state):
+    """The content of a checkpoint -> {name: tensor}, only the weights.
 
     Training loops save weights together with other things, under a key. DDP and torch.compile put
     "module." and "_orig_mod." before the names, and a module around the model (Lightning) its own
-    name. Raises UserError if there are no weights, or if they have the names of another project.
+    name. Raises UserError if there are no weights.
     """
-    if isinstance(state, dict):
-        # "state_dict": OpenCLIP, timm, Lightning; "model": DeiT, BAM; "teacher": DINO
-        for key in ("state_dict", "model", "teacher"):
-            if isinstance(state.get(key), dict):
-                # Some files also hold an average of the weights (EMA), which is often better.
-                averages = [name for name in state if "ema" in str(name).split("_")]
-                if averages and this_rank()[0] == 0:
-                    print(f"note: the weights are those under {key!r}, not those under "
-                          f"{', '.join(averages)}.")
-                state = state[key]
-    names = state.keys() if isinstance(state, dict) else ()
-    if not any(torch.is_tensor(state[name]) for name in names):
-        held = ", ".join(map(str, [*names][:5])) or f"a {type(state).__name__}"
-        raise UserError(f"the file holds no weights, but {held}: save only model.state_dict().")
-    state = {name: x for name, x in state.items() if isinstance(name, str) and torch.is_tensor(x)}
-    owner = next((OWNERS[part] for part in OWNERS if part in " ".join(state)), wanted)
-    if owner != wanted:
-        raise UserError(f"its tensors have the names of {owner}: give a file with {wanted}'s.")
+    # "state_dict": OpenCLIP, timm, Lightning; "model": DeiT, BAM; "teacher": DINO
+    for key in ("state_dict", "model", "teacher"):
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    items = state.items() if isinstance(state, dict) else ()
+    state = {name: x for name, x in items if isinstance(name, str) and torch.is_tensor(x)}
+    if not state:
+        raise UserError("the file holds no tensors by name: save model.state_dict().")
     shared = os.path.commonprefix([*state]).rpartition(".")[0]
     return {name.removeprefix(f"{shared}."): x for name, x in state.items()}
 
@@ -3250,8 +3092,7 @@ def load_encoder(encoder, tensors, names, remedy):
 
     names: [(their name, ours)]. The positions of a ViT are interpolated to the grid of `encoder`.
     Blocks that the method replaces are left out, and returned. Raises UserError if a tensor is
-    missing, extra or of another shape. remedy: what to do if the sizes differ; where tensors are
-    only missing, the file may be a part of a checkpoint.
+    missing, extra or of another shape. remedy: what to do then.
     """
     found, left_over = {}, {}
     replaced = tuple(f"blocks.{len(encoder.blocks) + i}." for i in range(encoder.left_out))
@@ -3265,13 +3106,7 @@ def load_encoder(encoder, tensors, names, remedy):
         (left_over if name.startswith(replaced) else found)[name] = value
     if isinstance(encoder, ViT) and "pos" in found and found["pos"].shape[-1:] == (encoder.width,):
         has_cls = encoder.cls is not None
-        patches = found["pos"].shape[1] - has_cls
-        # Positions that are no square grid stay as they are, and restore_model refuses them.
-        if patches > 0 and patches == math.isqrt(patches) ** 2:
-            found["pos"] = resize_positions(found["pos"], has_cls, encoder.grid, encoder.grid)
-    ours = {name for name in encoder.state_dict() if "pixels." not in name}
-    if ours > {name for name in found if "pixels." not in name}:
-        remedy = f"give one file with all tensors, or {remedy}"
+        found["pos"] = resize_positions(found["pos"], has_cls, encoder.grid, encoder.grid)
     restore_model(encoder, found, "the file", remedy)
     return left_over
 
@@ -3283,15 +3118,14 @@ def load_clip_parts(model, parts):
     Raises UserError if a tensor is missing or has another shape. CLIP's projections are (d, E),
     ours (E, d).
     """
+    parts = dict(parts)
     for name, ours in model.clip_parameters().items():
-        theirs = parts.get(name)
-        if theirs is not None and theirs.squeeze().ndim <= 2:
-            theirs = theirs.squeeze().t()
-        if theirs is None or theirs.shape != ours.shape or not theirs.float().isfinite().all():
+        theirs = parts.pop(name, torch.empty(0)).squeeze()
+        if theirs.shape != ours.t().shape or not theirs.float().isfinite().all():
             raise UserError(f"the file has no finite {name} of shape {tuple(ours.t().shape)}: give "
                             "a CLIP with projections, and their width as --embed-dim.")
-        ours.data.copy_(theirs)
-    return {name: x for name, x in parts.items() if name not in model.clip_parameters()}
+        ours.data.copy_(theirs.t())
+    return parts
 
 
 def load_timm(encoder, state_dict):
@@ -3304,7 +3138,7 @@ def load_timm(encoder, state_dict):
     of the encoder, MoCo-v3's "base_encoder.", and heads or a momentum encoder beside it. Returns
     the tensors that were not loaded, {name: tensor}. Raises UserError if the file does not fit.
     """
-    state = unwrapped(state_dict, "timm" if isinstance(encoder, ViT) else "torchvision")
+    state = unwrapped(state_dict)
     found, left_over = {}, {}
     prefix = re.compile(r"(module\.|teacher\.|backbone\.|base_encoder\.|_orig_mod\.)*")
     backbone = re.compile(r"backbone\.|base_encoder\.")
@@ -3344,7 +3178,7 @@ def timm_weights(encoder):
 # A source with the content "boxes" also has
 #   queries    a text for each class, "a red circle"
 #   trained    the numbers of the classes to train on: those with a box, but not the rare ones
-#   value(i)   the Boxes of image i; the world has world_boxes instead
+# A table has them as texts, which boxes_of reads; the world has world_boxes.
 
 
 class Boxes(NamedTuple):
@@ -3358,91 +3192,84 @@ class Boxes(NamedTuple):
     partial: tuple = ()
 
 
-class BoxTable(CaptionTable):
-    """Images with boxes, of a file like COCO's instances_val2017.json or LVIS's lvis_v1_val.json.
+def open_boxes(path, image_root=None, split="train"):
+    """A file like COCO's instances_val2017.json or LVIS's lvis_v1_val.json -> CaptionTable of
+    images with Boxes. It also has `names`, the classes in the order of their ids, and `rare`, the
+    numbers of LVIS's rare classes.
 
-    names: the classes in the order of their ids; categories of one name are one class, because a
-    detector is asked by name. rare: the numbers of the rare classes of LVIS.
+    Categories of one name are one class, because a detector is asked by name.
     split: "train" leaves out the boxes of rare classes (SPARC, Sec. 4.5), other splits have them.
 
     Boxes that no detector can find are left out and counted. Boxes that reach out of the image stay
     as they are, as in COCO's evaluation. Images without boxes stay, too. Raises UserError for a
     file of another form.
     """
-
-    def __init__(self, path, image_root=None, split="train"):
-        with explained((OSError, ValueError, KeyError, TypeError, AttributeError), f"{path} is no "
-                       "JSON of boxes as COCO or LVIS writes it; this is missing or wrong"):
-            data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-            images = [*by_id(path, "images", data["images"]).values()]
-            classes = by_id(path, "categories", data["categories"]).values()
-            classes = sorted(classes, key=lambda c: c["id"])
+    with explained((OSError, ValueError, KeyError, TypeError, AttributeError), f"{path} is no "
+                   "JSON of boxes as COCO or LVIS writes it; this is missing or wrong"):
+        data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        images = by_id(path, "images", data["images"])
+        classes = by_id(path, "categories", data["categories"])
+        name_of = {number: classes[number]["name"].replace("_", " ") for number in sorted(classes)}
+        names = [*dict.fromkeys(name_of.values())]
+        ids = {number: names.index(name) for number, name in name_of.items()}
+        rare = [i for number, i in ids.items() if classes[number].get("frequency") == "r"]
+        boxes, rows = boxes_by_image(path, data["annotations"], images, ids)
+        for number, image in images.items():
             # LVIS has no file names, but addresses, http://HOST/val2017/000000397133.jpg
-            files = [image.get("file_name") or "/".join(image["coco_url"].split("/")[-2:])
-                     for image in images]
-            names = [c["name"].replace("_", " ") for c in classes]
-            self.names = [*dict.fromkeys(names)]
-            self.sizes = np.array([(image["width"], image["height"]) for image in images], float)
-            rows = {image["id"]: i for i, image in enumerate(images)}
-            ids = {c["id"]: self.names.index(name) for c, name in zip(classes, names)}
-            found, skipped = [], {}
-            for a in data["annotations"]:
-                row, label, box = rows.get(a["image_id"]), ids.get(a["category_id"]), a.get("bbox")
-                if None not in (row, label) and is_in_image(box, self.sizes[row]):
-                    found.append((row, label, a.get("iscrowd", 0), *box))
-                else:
-                    problem = "annotation that has no box in its image, or an unknown category"
-                    count_problem(left_out(problem, f"{path}, annotation {a.get('id')}"), skipped)
-            # LVIS looks for few classes in an image
-            absent = [image.get("neg_category_ids") for image in images]
-            self.absent = [known and [ids[c] for c in known] for known in absent]
-            partial = [image.get("not_exhaustive_category_ids", ()) for image in images]
-            self.partial = [[ids[c] for c in known] for known in partial]
-            self.rare = [ids[c["id"]] for c in classes if c.get("frequency") == "r"]
-        # crowds teach nothing; boxes of one pixel are shares of the sides
-        if all(is_crowd or max(w, h) <= 1 for _, _, is_crowd, _, _, w, h in found):
-            raise UserError(f"{path} has no box that can be used: {len(found)} are crowds, or not "
-                            f"in pixels (left out: {describe_skipped(skipped) or 'nothing'}).")
-        super().__init__([(file, "") for file in files], path, image_root or Path(path).parent,
-                         content=None)
-        if len(self) < len(files):
-            raise UserError(f"{path} names {len(files) - len(self)} files twice: make file names "
-                            "unique.")
-        self.content, self.skipped = "boxes", skipped
-        not_learned = {*self.rare} if split == "train" else ()
-        found = [row for row in found if row[1] not in not_learned]
-        # columns: row of the image, class, crowd, left, top, right, bottom
-        table = torch.tensor(found, dtype=torch.float64).view(-1, 7)
-        table[:, 5:] += table[:, 3:5]
-        ends, sizes = table[:, 5:].numpy(), self.sizes[table[:, 0].long().numpy()]
-        outside = (ends > sizes + 1).any(1).mean() if found else 0
-        if outside > 0.1:
-            print(f"note: {outside:.0%} of the boxes of {path} reach out of their image: a bbox is "
-                  "left, top, width, height, not two corners")
-        self.table = table[table[:, 0].argsort(stable=True)]
-        self.ends = torch.searchsorted(self.table[:, 0].contiguous(), torch.arange(len(files) + 1))
-        boxes = zlib.crc32(self.table.numpy(), self.annotations)
-        self.annotations = zlib.crc32(repr(self.names).encode(), boxes)
-        self.queries = [article(name) for name in self.names]
-        self.trained = sorted({label for _, label, *_ in found})
-
-    def value(self, i, content="boxes"):
-        """The Boxes of image i."""
-        rows, side = self.table[self.ends[i] : self.ends[i + 1]], self.sizes[i].max()
-        return Boxes(rows[:, 3:] / side, rows[:, 1].long(), rows[:, 2] > 0,
-                     tuple(self.sizes[i] / side), self.absent[i], self.partial[i])
-
-    def sample_captions(self, limit, skip=0):
-        return self.queries[:limit]
+            file = image.get("file_name") or "/".join(image["coco_url"].split("/")[-2:])
+            learned = [box for box in boxes[number] if split != "train" or box[0] not in rare]
+            absent = image.get("neg_category_ids")  # LVIS looks for few classes in an image
+            partial = image.get("not_exhaustive_category_ids", ())
+            truth = {"size": (image["width"], image["height"]), "boxes": learned,
+                     "absent": absent and [ids[c] for c in absent],
+                     "partial": [ids[c] for c in partial]}
+            rows.append(Sample(file, json.dumps(truth)))
+    table = CaptionTable(rows, path, image_root or Path(path).parent, content="boxes")
+    found = [*itertools.chain.from_iterable(boxes.values())]
+    # crowds teach nothing; boxes of one pixel are shares of the sides
+    if all(is_crowd or max(w, h) <= 1 for _, is_crowd, _, _, w, h in found):
+        raise UserError(f"{path} has no box that can be used: {len(found)} are crowds, or not in "
+                        f"pixels (left out: {describe_skipped(table.skipped) or 'nothing'}).")
+    table.annotations = zlib.crc32(repr(names).encode(), table.annotations)
+    table.names, table.rare, table.queries = names, rare, [article(name) for name in names]
+    table.trained = sorted({box[0] for box in found if split != "train" or box[0] not in rare})
+    return table
 
 
-def is_in_image(box, size):
-    """Whether a box [left, top, width, height] is four numbers, with an area inside an image of
-    this size (width, height)."""
-    if not isinstance(box, list) or len(box) != 4:
-        return False
-    (x, y, w, h), (width, height) = box, size
-    return w > 0 and h > 0 and x < width and y < height and x + w > 0 and y + h > 0
+def boxes_by_image(path, annotations, images, ids):
+    """-> {id of an image: [(class, whether a crowd, left, top, width, height), ...]}, and a list of
+    left_out for the other annotations."""
+    found, others, outside = {number: [] for number in images}, [], 0
+    for a in annotations:
+        image, label, box = images.get(a["image_id"]), ids.get(a["category_id"]), a.get("bbox")
+        if None not in (image, label) and is_in_image(box, image):
+            found[a["image_id"]].append((label, a.get("iscrowd", 0), *box))
+            x, y, w, h = box
+            outside += x + w > image["width"] + 1 or y + h > image["height"] + 1
+        else:
+            problem = "annotation that has no box in its image, or an unknown category"
+            others.append(left_out(problem, f"{path}, annotation {a.get('id')}"))
+    if outside > 0.1 * len(annotations):
+        print(f"note: {outside / len(annotations):.0%} of the boxes of {path} reach out of their "
+              "image: a bbox is left, top, width, height, not two corners")
+    return found, others
+
+
+def boxes_of(texts):
+    """What open_boxes writes of an image -> Boxes. A file that is named twice has two texts."""
+    (size, rows, absent, partial), *others = [json.loads(text).values() for text in texts]
+    rows += itertools.chain.from_iterable(boxes for _, boxes, *_ in others)
+    rows, side = torch.tensor(rows, dtype=torch.float64).view(len(rows), 6), max(size)
+    boxes = torch.cat([rows[:, 2:4], rows[:, 2:4] + rows[:, 4:]], 1) / side
+    return Boxes(boxes, rows[:, 0].long(), rows[:, 1] > 0, (size[0] / side, size[1] / side),
+                 absent, partial)
+
+
+def is_in_image(box, image):
+    """Whether a box [left, top, width, height] is four numbers, with an area inside the image."""
+    x, y, w, h = box
+    return (w > 0 and h > 0 and x < image["width"] and y < image["height"]
+            and x + w > 0 and y + h > 0)
 
 
 def world_boxes(sample):
@@ -3582,8 +3409,6 @@ class World:
     A hash of the objects and their positions puts a scene into train, val or test, so that no two
     splits share a scene. `heldout` pairs of colour and shape never occur in train. Only a model
     that composes colour and shape can recognise these pairs.
-
-    Raises UserError for settings out of their range.
     """
 
     size: int = 48            # side of a picture in pixels
@@ -3601,23 +3426,9 @@ class World:
     content, classes, annotations = "caption", SHAPE_NAMES, None
 
     def __post_init__(self):
-        limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5),
-                  "palette": (1, 8), "heldout": (0, 32), "words": (0, 4000),
-                  "together": (0, 1 if self.objects > 1 else 0)}
-        for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise UserError(f"shapes: {name}={value} must be from {low} to {high}.")
         self.fingerprint = repr(self)
         # The picture is a grid of cells x cells, and a cell has at most one object.
         self.cells = max(2, math.ceil(math.sqrt(self.objects)))
-        # A radius is at least 2 pixels, and so small that no object hides another object in the
-        # next cell.
-        low, high = 2.2 / self.size, 0.64 / self.cells
-        if not low <= self.small < self.large <= high:
-            raise UserError(
-                f"shapes: small={self.small} must be less than large={self.large}, both from "
-                f"{low:.3f} to {high:.3f} with size={self.size} and objects={self.objects}.")
         # The pairs use all eight colours before a colour comes again, with another shape.
         self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
         # a box has the class 8 * colour + shape
@@ -3815,7 +3626,7 @@ class World:
         return {"images": images, "captions": captions, "scene": scene,
                 "objects": lists, "segmentation": segmentation}
 
-    def sample_captions(self, limit, skip=0):
+    def sample_captions(self, limit):
         """At most 5,000 training captions for a vocabulary. They contain all words of the world,
         but not all made-up words if there are many."""
         generator, rng = torch.Generator().manual_seed(0), random.Random(0)

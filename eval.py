@@ -1214,7 +1214,7 @@ def open_voc(options, image_size, _):
 
 
 class BoxSet(FileSet):
-    """Images of a common.BoxTable."""
+    """Images of a table of common.open_boxes."""
 
     def __init__(self, source, options, image_size):
         super().__init__(source, options, "boxes")
@@ -3147,7 +3147,7 @@ def main(argv=None):
     # the ranks share an evaluation; what encodes few images, or writes alone, is rank 0's
     if common.this_rank()[0] == 0 or not given.keys() & {"export", "image", "query"}:
         run_command(runs, given, given.get("device", device))
-    common.wait_for_rank_0()  # all ranks end together
+    common.gather_objects(None)  # all ranks end together: they wait for rank 0
 
 
 @common.rank_0_prints()
@@ -3194,7 +3194,6 @@ if __name__ == "__main__":
     try:
         main()
     except UserError as error:
-        common.let_rank_0_speak()
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -725,7 +725,7 @@ def open_training_data(args, method):
     _, encoder = common.encoder_settings(args.image_encoder, common.IMAGE_ENCODERS)
     image_size = args.image_size or encoder["image_size"]
     content = method.content(args)
-    data = common.open_data(args.data, args.image_root, "train", image_size, content, on_ranks=True)
+    data = common.open_data(args.data, args.image_root, "train", image_size, content)
     if content == "label":
         data = choose_labels(args, data)
     is_table = isinstance(data, common.CaptionTable)
@@ -834,7 +834,7 @@ def build_tokenizer(args, data):
         return common.open_tokenizer(Path(args.out, "vocab.txt") if args.resume else args.vocab)
     words = None
     if this_rank()[0] == 0:
-        captions = data.sample_captions(100_000, skip=CHECKED)
+        captions = data.sample_captions(100_000)
         words = common.train_wordpiece(captions, args.vocab_size)
     return common.WordPiece(common.gather_objects(words)[0])
 
@@ -1537,8 +1537,7 @@ def finish(args, log, embedder, eval_data, progress):
     data = "--data TEST --train-data TRAIN" if by_knn(embedder.model) else "--data SPEC"
     print(f"{args.out} holds last.pt (weights), {written}log.jsonl and the pictures. Next: "
           f"python eval.py {shlex.quote(args.out)} {data}")
-    common.wait_for_rank_0()  # all ranks end together
-    return common.gather_objects(failed)[0]
+    return common.gather_objects(failed)[0]  # all ranks end together: they wait for rank 0
 
 
 @torch.no_grad()
@@ -1691,7 +1690,6 @@ if __name__ == "__main__":
     except KeyboardInterrupt as error:
         stopped_by = next(iter(error.args), signal.SIGINT)
     except Exception as error:
-        common.let_rank_0_speak()
         for bar in list(tqdm._instances):
             bar.close()  # so that the message begins on its own line
         if isinstance(error, UserError):

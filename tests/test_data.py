@@ -29,7 +29,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image, ImageDraw, ImageOps
+from PIL import ExifTags, Image, ImageDraw
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
@@ -162,33 +162,29 @@ def test_rows_without_a_file_name_or_a_caption_are_skipped_and_counted(tmp_path,
 
 # row begins in line 12; line is the line of its last broken row.
 @pytest.mark.parametrize("row, count, line", [
-    ('x.jpg,"a dog\n', 1, 12),
-    ('x.jpg,"a dog\n\ny.jpg,a cat\nz.jpg,"a cow\n', 2, 15),
-    (f'x.jpg,"a dog\n{ROWS * 2000}', 1, 12), ("x.jpg\n\nz.jpg\n", 2, 14), ("x.jpg,a,dog\n", 1, 12)])
+    ('x.jpg,"a dog\ny.jpg,"a cow"\n', 2, 13), ('x.jpg,"a\ny.jpg,b\nz.jpg,c"\n', 3, 14),
+    ("x.jpg\n\nz.jpg\n", 2, 14), ("x.jpg,a,dog\n", 1, 12)])
 def test_a_broken_row_is_counted_by_its_line_and_the_others_are_used(tmp_path, row, count, line):
     path = tmp_path / "a.csv"
     path.write_text("image,caption\n" + ROWS + "a.jpg,b\n" + row + ROWS)
     source = open_data(str(path))
     assert source.skipped == {BROKEN: [count, f"{path}, line {line}"]}
-    names, turns = {"a.jpg", *(f"{i}.jpg" for i in range(9))}, row.count("0.jpg") + 2
-    assert set(pairs(source)) == (names | {"y.jpg"} if "y.jpg" in row else names)
-    assert pairs(source)["3.jpg"] == ["n3"] * turns
+    assert set(pairs(source)) == {"a.jpg", *(f"{i}.jpg" for i in range(9))}
+    assert pairs(source)["3.jpg"] == ["n3"] * 2
 
 
-@pytest.mark.parametrize("rows, third", [
-    ('a.jpg,"the best\nb.jpg,two\nc.jpg,6"\nd.jpg,four\n', {"c.jpg": ['6"']}),
-    ('a,"the best\nb.jpg,two\nc.jpg,"six"\nd.jpg,four\n', {"c.jpg": ["six"]}),
-    ('a,"the best\nb,two\nc,"six"\nd,four\n', {"c": ["six"]})])  # no name has an ending
-def test_a_quote_that_a_later_row_closes_swallows_no_rows(tmp_path, rows, third):
+@pytest.mark.parametrize("rows", [
+    'a.jpg,"the best\nb.jpg,two\nc.jpg,6"\nd.jpg,four\n',
+    'a,"the best\nb.jpg,two\nc.jpg,"six"\nd.jpg,four\n'])
+def test_the_rows_that_an_open_quote_joins_are_counted(tmp_path, rows):
     (tmp_path / "a.csv").write_text("image,caption\n" + rows)
     source = open_data(str(tmp_path / "a.csv"))
-    assert source.skipped == {BROKEN: [1, f"{tmp_path}/a.csv, line 2"]}
-    (second, two), *others = pairs(source).items()
-    assert two == ["two"] and third.items() <= dict(others).items() and len(others) == 2
+    assert source.skipped == {BROKEN: [3, f"{tmp_path}/a.csv, line 4"]}
+    assert pairs(source) == {"d.jpg": ["four"]}
 
 
-@pytest.mark.parametrize("row", ["x.jpg," + "x" * 131_073, 'x.jpg,"a dog\ny,' + "x" * 131_072])
-def test_a_field_above_csvs_limit_is_named_with_its_line(tmp_path, row):
+def test_a_field_above_csvs_limit_is_named_with_its_line(tmp_path):
+    row = "x.jpg," + "x" * 131_073
     (tmp_path / "a.csv").write_text("image,caption\na.jpg,b\n" + row + "\nz.jpg,c\n")
     source = open_data(str(tmp_path / "a.csv"))
     assert source.skipped == {BROKEN: [1, f"{tmp_path}/a.csv, line 3"]}
@@ -208,19 +204,20 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path, name, before):
     ("a.csv", "image,caption\n\n"), ("a.token", "\n"), ("a.json", '{"images": []}')])
 def test_a_table_without_rows_says_so(tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    message = f"{tmp_path}/{name} has no image that can be used (left out: nothing, no row fits)."
-    assert failure(open_data, f"{tmp_path}/{name}") == message
+    assert failure(open_data, f"{tmp_path}/{name}") == (
+        f"{tmp_path}/{name} has no image that can be used in the split train (splits: none; "
+        "left out: nothing).")
 
 
 @pytest.mark.parametrize("delimiter", [",", "\t"])
 def test_a_caption_in_quotes_may_have_line_breaks(tmp_path, delimiter):
-    """Python's csv and pandas write such captions. A quote that is never closed breaks one line."""
+    """Python's csv and pandas write such captions."""
     captions = ["a dog", 'Red car,\tsaid "he"\nfor sale, "cheap"\r\n\n3 doors', "x\n" * 90,
                 "a\ncat"]
     with open(tmp_path / "a.csv", "w", newline="") as file:
         writer = csv.writer(file, delimiter=delimiter)
         writer.writerows([["image", "caption"], *((f"{i}.jpg", x) for i, x in enumerate(captions))])
-        file.write(f'broken.jpg{delimiter}"open\n')
+        file.write(f'broken.jpg{delimiter}a{delimiter}dog\n')
         writer.writerows((f"{i}.jpg", "after") for i in range(4))
     source = open_data(str(tmp_path / "a.csv"))
     assert pairs(source) == {f"{i}.jpg": [x.strip(), "after"] for i, x in enumerate(captions)}
@@ -242,24 +239,18 @@ def test_captions_for_the_vocabulary_are_spread_over_the_table():
     assert table.sample_captions(50) == table.sample_captions(99) == [f"n{i}" for i in range(50)]
 
 
-def test_captions_for_the_check_of_a_vocabulary_are_others():
-    table = CaptionTable([(f"{i}.jpg", f"n{i}") for i in range(50)], "x")
-    assert table.sample_captions(5, skip=2) == ["n1", "n11", "n21", "n31", "n41"]
-    assert table.sample_captions(50, skip=2) == [f"n{i}" for i in range(50)]  # there are no others
-
-
-@pytest.mark.parametrize("limit, skip, expected", [
-    (3, 0, "0 10 20"), (6, 0, "0 1 10 11 20 21"), (1, 0, "0"), (2, 0, "0 10"),
-    (6, 3, "1 2 11 12 21 22"), (12, 3, "1 2 3 11 12 13 14 15 21 22 23 24"),
-    (99, 3, "1 2 3 11 12 13 14 15 21 22 23 24 25 26 0 10 20")])
-def test_captions_for_the_vocabulary_are_spread_over_the_shards(tmp_path, limit, skip, expected):
-    """Three shards have 4, 6 and 7 captions. Captions to skip come last."""
+@pytest.mark.parametrize("limit, expected", [
+    (3, "0 10 20"), (6, "0 1 10 11 20 21"), (1, "0"), (2, "0 10"),
+    (15, "0 1 2 3 10 11 12 13 14 15 20 21 22 23 24"),
+    (99, "0 1 2 3 10 11 12 13 14 15 20 21 22 23 24 25 26")])
+def test_captions_for_the_vocabulary_are_spread_over_the_shards(tmp_path, limit, expected):
+    """Three shards have 4, 6 and 7 captions."""
     for shard, n in enumerate((4, 6, 7)):
         members = {f"{i}.{end}": text for i in range(n) for end, text in (
             ("jpg", picture()), ("txt", str(10 * shard + i)))}
         write_tar(tmp_path / f"{shard}.tar", members)
     source = open_data(f"{tmp_path}/{{0..2}}.tar")
-    assert source.sample_captions(limit, skip=skip) == expected.split()
+    assert source.sample_captions(limit) == expected.split()
 
 
 def test_few_captions_for_the_vocabulary_come_from_shards_far_apart(tmp_path):
@@ -394,7 +385,8 @@ def test_what_holds_for_rows_holds_in_every_format(tmp_path, form):
     assert pairs(open_data(f"{spec}:split=val")) == pairs(open_data(spec, split="val")) == {
         "z.jpg": ["of val"]}
     message = failure(open_data, f"{spec}:split=test")
-    assert message.endswith("(left out: the rows of the splits restval, train, val).")
+    assert message.endswith("split test (splits: restval, train, val; left out: nothing).") or (
+        "splits: restval, train, val; left out: 1 x empty caption" in message)
 
 
 def test_a_shards_captions_are_cleaned_as_a_tables(tmp_path):
@@ -637,8 +629,8 @@ def test_shards_are_identified_by_their_names_sizes_and_first_headers(tmp_path):
     assert found[0].startswith("2 shards, ")
 
 
-def looks_of(monkeypatch, pattern, **settings):
-    """Return the shards, and how often the disk was asked about a file."""
+def looks_of(monkeypatch, pattern):
+    """Return how often the disk was asked about a file."""
     looks = []
     with monkeypatch.context() as patch:
         for module, name in ((os, "stat"), (os, "lstat"), (common, "open")):
@@ -646,56 +638,14 @@ def looks_of(monkeypatch, pattern, **settings):
                 looks.append(path)
                 return real(path, *more, **named)
             patch.setattr(module, name, look, raising=False)
-        source = TarShards(pattern, **settings)
-    return source, len(looks)
+        TarShards(pattern)
+    return len(looks)
 
 
 @pytest.mark.parametrize("pattern", ["{000..004}.tar", "00*.tar"])
 def test_the_disk_is_asked_once_about_each_shard(tmp_path, monkeypatch, pattern):
     write_shards(tmp_path, [1] * 5)
-    assert looks_of(monkeypatch, f"{tmp_path}/{pattern}")[1] <= 5 + 2 * (pattern[0] == "0")
-
-
-def looks_of_rank(rank, pattern):
-    """Open shards as one of the two ranks of a machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_RANK", str(rank))
-        patch.setenv("LOCAL_WORLD_SIZE", "2")
-        source, looks = looks_of(patch, pattern, on_ranks=True)
-        gone = failure(TarShards, pattern.replace("004}", "005}"), on_ranks=True)
-    return source.fingerprint, looks, gone
-
-
-@pytest.mark.ranks
-def test_ranks_of_a_machine_share_the_looks_at_shards(tmp_path):
-    pattern = write_shards(tmp_path, [1, 2, 3, 4, 5])
-    alone = TarShards(pattern)
-    (first, looks, gone), (second, fewer, also_gone) = run_ranks(tmp_path, looks_of_rank, 2, pattern)
-    assert first == second == alone.fingerprint and (looks, fewer) == (3, 2)
-    assert gone == also_gone and re.search("1 of the 6 shards .* the first is .*005.tar", gone)
-
-
-def test_a_rank_knows_the_shards_of_its_own_machine(tmp_path, monkeypatch):
-    """Rank 3 is on the second of two machines, which have two ranks and three. It looks at all
-    shards itself if another rank has other paths."""
-    pattern, gone = write_shards(tmp_path, [1, 2, 3, 4]), "No such file"
-    alone = TarShards(pattern)
-    a, b, c, d = looks = common.look_at_shards(alone.paths, False)
-    monkeypatch.setattr(common, "this_rank", lambda: (3, 5))
-    monkeypatch.setattr(common, "local_rank", lambda: (1, 3))
-
-    def ranks(*looks, hashes=()):
-        """Each rank gives a hash of its paths, then what it has seen."""
-        monkeypatch.setattr(common, "gather_objects", lambda own: [
-            own, *hashes] if isinstance(own, int) else [*looks[:3], own, *looks[3:]])
-
-    for others, hashes in (([[a, d], [c]], ()), ([[gone, gone], [gone]], [7])):
-        ranks([gone, gone], [gone, gone], *others, hashes=hashes)
-        assert common.look_at_shards(alone.paths, True) == looks
-        assert TarShards(pattern, True).fingerprint == alone.fingerprint
-    ranks([a, c], [b, d], [a, d], [gone])
-    with pytest.raises(UserError, match=r"1 of the 4 .* first is .*/002.tar \(No such file\): name"):
-        TarShards(pattern, True)
+    assert looks_of(monkeypatch, f"{tmp_path}/{pattern}") <= 5 + 2 * (pattern[0] == "0")
 
 
 def test_an_error_of_the_disk_is_told(tmp_path, monkeypatch):
@@ -704,10 +654,10 @@ def test_an_error_of_the_disk_is_told(tmp_path, monkeypatch):
 
     pattern = write_shards(tmp_path, [1])
     (tmp_path / "folder.tar").mkdir()
-    with pytest.raises(UserError, match=r"first is .*folder.tar \(Is a directory\): name"):
+    with pytest.raises(UserError, match="Cannot read the shard .*folder.tar: Is a directory"):
         TarShards(f"{tmp_path}/*.tar")
     monkeypatch.setattr(common, "open", stale, raising=False)
-    with pytest.raises(UserError, match=r"first is .*000.tar \(Stale file handle\): name"):
+    with pytest.raises(UserError, match="Cannot read the shard .*000.tar: Stale file handle"):
         TarShards(pattern)
 
 
@@ -785,12 +735,12 @@ def test_the_end_of_a_run_names_each_reason_for_skipping_once(tmp_path, monkeypa
         assert line.count(f" {2 * count} x {reason}, the last {tmp_path}/00") == 1
 
 
-def test_labels_of_shards_come_from_cls_or_json(tmp_path, capsys):
+def test_labels_of_shards_come_from_cls(tmp_path, capsys):
     jpg = picture()
     path = write_tar(tmp_path / "0.tar", {
-        "a.jpg": jpg, "a.cls": "3", "b.jpg": jpg, "b.json": '{"label": 1}',
-        "c.jpg": jpg, "c.json": '{"x": 1}', "d.cls": "2", "e.jpg": jpg, "e.cls": "-1",
-        "f.jpg": jpg, "f.json": '{"label": 0}', "g.jpg": jpg, "g.cls": "9" * 5000})
+        "a.jpg": jpg, "a.cls": "3", "b.jpg": jpg, "b.cls": "1\n",
+        "c.jpg": jpg, "c.json": '{"label": 1}', "d.cls": "2", "e.jpg": jpg, "e.cls": "-1",
+        "f.jpg": jpg, "f.cls": "0", "g.jpg": jpg, "g.cls": "9" * 5000})
     assert [label for _, label in TarShards(path).each("label")] == [3, 1, 0]
     output = capsys.readouterr().out
     assert "3 x no label" in output and "1 x no image" in output
@@ -802,26 +752,28 @@ def test_labels_of_shards_come_from_cls_or_json(tmp_path, capsys):
         list(shards.each("label"))
 
 
-def test_a_label_of_no_class_is_left_out_with_its_key_and_a_name_is_a_label(tmp_path, capsys):
-    labels = "2 dog bird 3 cat -1 0 cow".split()
+def test_a_name_is_a_label_and_a_number_above_those_of_the_classes_is_refused(tmp_path):
+    labels = "2 dog bird owl cat -1 0 cow".split()
     path = write_tar(tmp_path / "0.tar", {f"{i}.{end}": data for i, text in enumerate(labels)
                                           for end, data in (("jpg", picture()), ("cls", text))})
     (tmp_path / "names").write_text("cat\ndog\nbird\n")
     flags = [*SMALL["classifier"], "--data", path, "--classes", tmp_path / "names", "--workers", 0]
-    train_alone([*flags, "--batch", 4, "--steps", 3, "--out", tmp_path / "run"])
-    printed = capsys.readouterr().out
-    skipped = read_log(tmp_path / "run")[-1]["skipped"]
-    assert set(skipped) == {common.BAD_LABEL, "no label"} and "numbered from 1" in common.BAD_LABEL
-    assert f"{common.BAD_LABEL}, the last {path}:3 (label '3')" in printed
+    flags += ["--batch", 4, "--steps", 3, "--out"]
+    train_alone([*flags, tmp_path / "run"])
+    assert set(read_log(tmp_path / "run")[-1]["skipped"]) == {"no label"}
     source = TarShards(path)
     source.content, source.classes = "label", ["cat", "dog", "bird"]
     found = {sample.name: sample.value for sample, _ in itertools.islice(source.samples(0, 0, 1), 8)
              if not sample.problem}
     assert found == {f"{path}:{i}": label for i, label in ((0, 2), (1, 1), (2, 2), (4, 0), (6, 0))}
-    # an evaluation ends at once: its figures would be about other classes
-    assert "has wrong labels (left out: 1 x label above" in failure(list, source.each("label"))
-    message = failure(evaluation.main, [str(tmp_path / "run"), "--data", path, "--device", "cpu"])
-    assert "has wrong labels" in message
+    # a number above those of the classes ends all: others are likely wrong, too
+    write_tar(path, {f"{i}.{end}": data for i in range(4)
+                     for end, data in (("jpg", picture()), ("cls", str(i)))})
+    message = f"{path}:3 has the label 3, but the 3 classes are numbered from 0"
+    assert message in failure(list, source.each("label"))
+    assert message in failure(train_alone, [*flags, tmp_path / "other"])
+    assert message in failure(evaluation.main, [str(tmp_path / "run"), "--data", path,
+                                                "--device", "cpu"])
 
 
 def test_a_random_sample_may_come_from_more_shards_than_can_be_open(tmp_path):
@@ -944,23 +896,11 @@ def test_photos_are_turned_by_their_exif_orientation():
     image, file = Image.new("RGB", (80, 40), "red"), io.BytesIO()
     image.paste("blue", (0, 0, 40, 40))                      # the left half; once turned, the upper
     exif = Image.Exif()
-    exif[common.ORIENTATION], exif[ExifTags.Base.ResolutionUnit] = 6, 2
+    exif[ExifTags.Base.Orientation] = 6
     image.save(file, "JPEG", exif=exif)
-    short = bytes.fromhex("0128 0003")                       # the tag's number, then its type
-    damaged = file.getvalue().replace(short, bytes.fromhex("0128 0007"))
-    assert damaged != file.getvalue()
-    for content in (file.getvalue(), damaged):
-        for found in (common.open_image(content), common.open_image(content, 10)):
-            assert found.height == 2 * found.width
-            assert found.getpixel((2, 2))[2] > 200 > found.getpixel((2, found.height - 3))[2]
-
-
-@pytest.mark.parametrize("orientation", range(10))
-def test_an_image_is_turned_as_pil_turns_it(orientation):
-    image = Image.fromarray(np.arange(24, dtype=np.uint8).reshape(2, 4, 3))
-    image.getexif()[common.ORIENTATION] = orientation
-    turned = np.asarray(ImageOps.exif_transpose(image))
-    assert np.array_equal(np.asarray(common.open_image(image)), turned)
+    for found in (common.open_image(file.getvalue()), common.open_image(file.getvalue(), 10)):
+        assert found.height == 2 * found.width
+        assert found.getpixel((2, 2))[2] > 200 > found.getpixel((2, found.height - 3))[2]
 
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "JPEG"])
@@ -1178,7 +1118,7 @@ def test_augmentation_changes_between_epochs_and_leaves_torchs_generator_unchang
 BAD_SHARDS = {  # {reason for skipping: members of the shard}
     common.BAD_SHARD: b"", "empty caption": {"0.jpg": picture(), "0.txt": ""},
     "unreadable image": {"0.jpg": b"no image", "0.txt": "n0"},
-    "caption that is not UTF-8": {"0.jpg": picture(), "0.txt": "n0".encode("utf-16-le"),
+    "caption that is not UTF-8": {"0.jpg": picture(), "0.txt": "n0".encode("utf-16"),
                                   "1.jpg": picture(), "1.txt": "né".encode("latin-1")},
     common.NO_IMAGE: {f"{i}.txt": "n0" for i in range(30)}}
 
@@ -1283,36 +1223,10 @@ def test_class_folders_give_classes_labels_and_captions(tmp_path):
         common.class_names(source.classes, file)
 
 
-@pytest.mark.parametrize("folders, refused", [
-    ("train val", True), ("train2017 val2017", True), ("train val unlabeled2017", True),
-    ("Training other", True), ("cat test-a", True), ("train", True), ("bus car train", False),
-    ("training_shoe cat", False), ("contest valley", False)])
-def test_parts_of_a_data_set_are_no_classes(tmp_path, folders, refused):
-    write_files(tmp_path, {f"{name}/1.jpg": picture() for name in folders.split()})
-    for content in ("caption", "label", None):
-        if refused:
-            message = failure(open_data, str(tmp_path), content=content)
-            assert "no classes: give " in message
-        else:
-            assert open_data(str(tmp_path), content=content).classes == sorted(folders.split())
-
-
-@pytest.mark.parametrize("folders", ["photos", "00000 00001", "7"])
-def test_folders_that_name_nothing_teach_no_captions(tmp_path, folders):
-    write_files(tmp_path, {f"{name}/1.jpg": picture() for name in folders.split()})
+def test_folders_that_have_numbers_instead_of_names_teach_no_captions(tmp_path):
+    write_files(tmp_path, {f"{name}/1.jpg": picture() for name in ("00000", "00001")})
     source = open_data(str(tmp_path))
-    assert f"'a photo of a {folders.split()[0]}.'" in failure(source.sample_captions, 9)
-
-
-def test_captions_beside_the_images_of_class_folders_are_not_ignored(tmp_path):
-    names = [f"{folder}/{i}" for folder in "ab" for i in range(4)]
-    files = {f"{name}.{end}": "" for name in names for end in ("jpg", "json")}
-    write_files(tmp_path, files | {f"{name}.txt": "a dog" for name in names if name[2] in "01"})
-    assert open_data(str(tmp_path)).classes == ["a", "b"]    # half of the images
-    write_files(tmp_path, {"a/2.txt": "a dog"})
-    message = failure(open_data, str(tmp_path))
-    assert "a/0.jpg" in message and "tar shards" in message
-    assert len(open_data(str(tmp_path), content=None)) == 8
+    assert "class folder 00000 has a number instead" in failure(source.sample_captions, 9)
 
 
 def test_links_below_class_folders_are_followed_and_hidden_names_are_not_read(tmp_path):
@@ -1527,11 +1441,9 @@ def test_label_fraction_is_a_share_of_each_class_or_a_list_of_images(tmp_path):
     (tmp_path / "1percent.txt").write_text("7.jpg\n44.jpg\nelsewhere/52.jpg\n\n")
     file = str(tmp_path / "1percent.txt")
     assert common.label_rows(names, labels, file) == [7, 44, 52]
-    with pytest.raises(UserError, match="1percent.txt lists no image of 2 classes, .* class 3:"):
-        common.label_rows([*names, "a", "b"], np.array([*labels, 4, 3]), file)
-    with pytest.raises(UserError, match="lists 3 names of images. 1 of them are missing"):
+    with pytest.raises(UserError, match="lists 3 names. 1 of them are no image's"):
         common.label_rows(names[:50] + [None], labels, file)
-    with pytest.raises(UserError, match="have 4 images with these names: each name must"):
+    with pytest.raises(UserError, match="and 4 images have the others: name each once"):
         common.label_rows([*names, "other/7.jpg"], labels, file)
     for wrong in ("0", "1.5", "-1"):
         with pytest.raises(UserError, match="must be above 0 and at most 1"):

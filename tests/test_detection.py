@@ -199,13 +199,13 @@ def write_coco(root, lvis=False, **changes):
 def test_crowds_alone_and_shares_of_the_sides_are_no_boxes(tmp_path, change):
     file = write_coco(tmp_path, annotations=lambda rows: [*map(change, rows)])
     with pytest.raises(UserError, match="has no box that can be used: 3 are crowds, or not in pix"):
-        common.BoxTable(file)
+        common.open_boxes(file)
 
 
 def test_boxes_that_are_two_corners_are_told(tmp_path, capsys):
-    common.BoxTable(write_coco(tmp_path))
+    common.open_boxes(write_coco(tmp_path))
     assert not capsys.readouterr().out
-    common.BoxTable(write_coco(tmp_path, annotations=lambda rows: rows[0].update(bbox=[10, 5, 40, 15])))
+    common.open_boxes(write_coco(tmp_path, annotations=lambda rows: rows[0].update(bbox=[10, 5, 40, 15])))
     assert "note: 33% of the boxes of" in capsys.readouterr().out
 
 
@@ -213,7 +213,7 @@ def test_cocos_files_are_read(tmp_path):
     table = common.open_data(write_coco(tmp_path), content="boxes")
     assert table.names == ["hot dog", "cat", "owl"] and table.queries[2] == "an owl"
     assert table.trained == [0, 1] and not table.skipped and table.content == "boxes"
-    first, second = table.value(0), table.value(1)
+    first, second = table.value(0, "boxes"), table.value(1, "boxes")
     assert first.boxes.tolist() == [[0.25, 0.125, 0.75, 0.375], [0, 0, 1, 0.5]]
     assert first.labels.tolist() == [1, 1] and first.crowd.tolist() == [False, True]
     assert first.size == (1, 0.5) and first.absent is None
@@ -223,45 +223,45 @@ def test_cocos_files_are_read(tmp_path):
 
 def test_categories_of_one_name_are_one_class_and_one_without_a_box_is_not_asked_for(tmp_path):
     """Roboflow's files begin with a category above all others, which may have the name of one."""
-    table = common.BoxTable(write_coco(tmp_path, categories=lambda rows: rows.extend([
+    table = common.open_boxes(write_coco(tmp_path, categories=lambda rows: rows.extend([
         dict(id=0, name="cat"), dict(id=1, name="animal")])))
     assert table.names == ["cat", "animal", "hot dog", "owl"] and table.trained == [0, 2]
-    assert table.value(0).labels.tolist() == [0, 0] and table.value(1).labels.tolist() == [2]
+    assert table.value(0, "boxes").labels.tolist() == [0, 0] and table.value(1, "boxes").labels.tolist() == [2]
 
 
 def test_lviss_files_are_read_and_rare_classes_are_not_trained_on(tmp_path):
     file = write_coco(tmp_path, lvis=True)
-    table = common.BoxTable(file, tmp_path.parent, "val")
+    table = common.open_boxes(file, tmp_path.parent, "val")
     assert table.rare == [0]
-    assert (table.value(0).absent, table.value(0).partial) == ([0], [1])
-    assert table.value(1).absent == [] and table.value(1).labels.tolist() == [0]
+    assert (table.value(0, "boxes").absent, table.value(0, "boxes").partial) == ([0], [1])
+    assert table.value(1, "boxes").absent == [] and table.value(1, "boxes").labels.tolist() == [0]
     assert table.path(0) == str(tmp_path / "000000000007.png")
-    train = common.BoxTable(file, tmp_path.parent)
-    assert train.trained == [1] and train.value(1).labels.tolist() == []
+    train = common.open_boxes(file, tmp_path.parent)
+    assert train.trained == [1] and train.value(1, "boxes").labels.tolist() == []
 
 
 @pytest.mark.parametrize("change", [
     dict(bbox=[50, 0, 5, 5]), dict(bbox=[-9, 0, 9, 5]), dict(bbox=[1, 1, 0, 5]),
-    dict(bbox=[1, 1, -3, 5]), dict(bbox=[1, math.nan, 5, 5]), dict(bbox=[1, 1]), dict(bbox=None),
+    dict(bbox=[1, 1, -3, 5]), dict(bbox=[1, math.nan, 5, 5]),
     dict(image_id=99), dict(category_id=99)])
 def test_boxes_that_cannot_be_found_are_left_out_and_counted(tmp_path, capsys, change):
     file = write_coco(tmp_path, annotations=lambda rows: rows[0].update(change))
-    [(why, (count, where))] = common.BoxTable(file).skipped.items()
+    [(why, (count, where))] = common.open_boxes(file).skipped.items()
     assert count == 1 and where == f"{file}, annotation 1"
     opened(file)
     assert f"left out of {file}: 1 x {why}" in capsys.readouterr().out
 
 
 def test_boxes_that_reach_out_of_the_image_and_images_without_boxes_stay(tmp_path):
-    table = common.BoxTable(write_coco(tmp_path, annotations=lambda rows: (
+    table = common.open_boxes(write_coco(tmp_path, annotations=lambda rows: (
         rows[0].update(bbox=[30, 5, 20, 10]), rows.pop(1))))
-    assert table.value(0).boxes[0].tolist() == [0.75, 0.125, 1.25, 0.375]
-    assert len(table) == 2 and len(table.value(1).labels) == 0 and not table.skipped
+    assert table.value(0, "boxes").boxes[0].tolist() == [0.75, 0.125, 1.25, 0.375]
+    assert len(table) == 2 and len(table.value(1, "boxes").labels) == 0 and not table.skipped
 
 
 def test_an_image_of_another_shape_than_in_the_file_is_refused(tmp_path, capsys):
     """Its boxes would lie elsewhere. write_coco's second image has the sides of the first."""
-    truth = common.BoxTable(write_coco(tmp_path)).value(0)
+    truth = common.open_boxes(write_coco(tmp_path)).value(0, "boxes")
     width, height = (round(40 * side) for side in truth.size)
     common.check_sides(Image.new("RGB", (width, height)), truth.size)
     common.check_sides(Image.new("RGB", (30, 60)), (15, 30))
@@ -275,7 +275,7 @@ def test_an_image_of_another_shape_than_in_the_file_is_refused(tmp_path, capsys)
 def test_a_file_without_a_box_that_can_be_used_is_refused(tmp_path):
     file = write_coco(tmp_path, annotations=lambda rows: [row.update(category_id=99) for row in rows])
     with pytest.raises(UserError, match=f"{file} has no box .*annotation that has no box"):
-        common.BoxTable(file)
+        common.open_boxes(file)
 
 
 @pytest.mark.parametrize("changes, named", [
@@ -286,15 +286,22 @@ def test_a_file_without_a_box_that_can_be_used_is_refused(tmp_path):
     (dict(annotations=lambda rows: rows[0].pop("category_id")), "'category_id'"),
     (dict(images=lambda rows: rows[1].update(id=rows[0]["id"])), "two images with the id"),
     (dict(categories=lambda rows: rows[1].update(id=rows[0]["id"])), "two categories with the id"),
-    (dict(images=lambda rows: rows.append({**rows[0], "id": 8})), "names 1 files twice")])
+    (dict(annotations=lambda rows: rows[0].update(bbox=[1, 1])), "not enough values to unpack")])
 def test_files_of_another_form_are_refused_by_name(tmp_path, changes, named):
     file = write_coco(tmp_path, **changes)
     with pytest.raises(UserError, match=f"{file} .*{named}"):
-        common.BoxTable(file)
+        common.open_boxes(file)
+
+
+def test_two_rows_of_one_file_are_one_image(tmp_path):
+    table = common.open_boxes(write_coco(tmp_path, images=lambda rows: rows.append(
+        {**rows[0], "id": 8}), annotations=lambda rows: rows[0].update(image_id=8)))
+    assert len(table) == 2
+    assert table.value(0, "boxes").boxes.tolist() == [[0, 0, 1, 0.5], [0.25, 0.125, 0.75, 0.375]]
 
 
 def test_ranks_compare_boxes_and_classes(tmp_path):
-    tables = [common.BoxTable(write_coco(tmp_path, **changes)) for changes in (
+    tables = [common.open_boxes(write_coco(tmp_path, **changes)) for changes in (
         {}, dict(annotations=lambda rows: rows[0].update(bbox=[9, 5, 20, 10])),
         dict(categories=lambda rows: rows[0].update(name="dog")))]
     assert len({table.annotations for table in tables}) == 3
