@@ -70,7 +70,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from PIL import ExifTags, Image
+from PIL import Image, ImageOps
 from torch import nn
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.utils.checkpoint import checkpoint
@@ -328,13 +328,8 @@ class BatchNorm(nn.BatchNorm2d):
                                        self.running_var, self.eps, self.momentum,
                                        dist.group.WORLD, dist.get_world_size())
 
-        def statistics(x):
-            precise = x.to(torch.promote_types(x.dtype, torch.float32))  # float64 stays
-            return torch.var_mean(precise, (0, 2, 3), correction=0)      # (C,), (C,)
-
-        # The backward pass computes the statistics again. Otherwise autograd would keep a second
-        # copy of x, in fp32.
-        var, own = checkpoint(statistics, x, use_reentrant=False, preserve_rng_state=False)
+        precise = x.to(torch.promote_types(x.dtype, torch.float32))          # float64 stays
+        var, own = torch.var_mean(precise, (0, 2, 3), correction=0)          # (C,), (C,)
         mean = SumOverRanks.apply(own) / dist.get_world_size()               # (C,)
         # The total variance is the mean variance within ranks plus the variance between ranks.
         variance = var + (own - mean).square()
@@ -377,9 +372,8 @@ class ViT(Encoder):
                  eps=1e-6, patch_bias=True, drop_path=0.0, pixels=""):
         super().__init__()
         if image_size % patch_size:
-            multiple = max(1, image_size // patch_size) * patch_size
             raise UserError(f"image_size {image_size} is not a multiple of patch_size "
-                            f"{patch_size}: give {multiple}.")
+                            f"{patch_size}: give another --image-size.")
         if positions not in ("learned", "sincos"):
             raise UserError(f"positions must be learned or sincos, not {positions!r}.")
         if stem and math.prod(stride for _, stride in stem) != patch_size:
@@ -462,11 +456,12 @@ def sincos_positions(height, width, d):
 def resize_positions(pos, has_cls, height, width):
     """Interpolate the positions of a square grid to a grid of height x width, bicubically.
 
-    (1, [1 +] g*g, d) -> (1, [1 +] height*width, d). The row of [CLS] stays as it is.
+    (1, [1 +] g*g, d) -> (1, [1 +] height*width, d). The row of [CLS] stays as it is. Positions that
+    are no square grid are returned as they are.
     """
     cls, grid = pos[:, : int(has_cls)], pos[:, int(has_cls):]
     side = math.isqrt(grid.shape[1])
-    if (side, side) == (height, width):
+    if (side, side) == (height, width) or side * side != grid.shape[1] or side == 0:
         return pos
     grid = grid.reshape(1, side, side, -1).permute(0, 3, 1, 2).float()
     # differs: DeiT does not use antialiasing
@@ -512,9 +507,7 @@ class ResNet(resnet.ResNet):
 
     def __init__(self, image_size=224, blocks=(3, 4, 6, 3), pixels=""):
         super().__init__(resnet.Bottleneck, list(blocks), norm_layer=BatchNorm)
-        if image_size % 32:
-            raise UserError(f"image_size {image_size} is not a multiple of 32, as a ResNet needs.")
-        self.image_size, self.grid, self.cls = image_size, image_size // 32, None
+        self.image_size, self.grid, self.cls = image_size, math.ceil(image_size / 32), None
         self.width, self.norm = self.fc.in_features, nn.Identity()  # CLIP+GAP moves `norm`
         self.pixels = Pixels(pixels)
         del self.avgpool, self.fc
@@ -851,19 +844,19 @@ class Tokenizer:
 
 
 def open_tokenizer(path):
-    """A BERT vocab.txt -> WordPiece. CLIP's bpe_simple_vocab_16e6.txt, .gz or not -> BPE."""
-    lines = read_vocabulary(path)
-    with explained(UserError, path):
+    """A BERT vocab.txt -> WordPiece. CLIP's bpe_simple_vocab_16e6.txt, .gz or not -> BPE. Raises
+    UserError for another file."""
+    remedy = f". Give BERT's vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz. {SAME_FILE}"
+    kinds = OSError, EOFError, zlib.error, ValueError, KeyError
+    with explained(kinds, f"{path} is no vocabulary that can be used", remedy):
+        lines = read_vocabulary(path)
         return BPE(lines) if "#version" in lines[0] else WordPiece(lines)
 
 
 def read_vocabulary(path):
-    """The lines of a text file or of a .gz file. Raises UserError if it cannot be read."""
+    """The lines of a text file or of a .gz file."""
     opener = gzip.open if str(path).endswith(".gz") else open
-    kinds = OSError, EOFError, UnicodeDecodeError, zlib.error
-    remedy = f". Give BERT's vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz. {SAME_FILE}"
-    reading = explained(kinds, f"Cannot read the vocabulary {path}", remedy)
-    with reading, opener(path, "rt", encoding="utf-8-sig") as file:
+    with opener(path, "rt", encoding="utf-8-sig") as file:
         return file.read().rstrip("\n").split("\n")
 
 
@@ -881,18 +874,13 @@ class WordPiece(Tokenizer):
     A word becomes [UNK] if no token matches its next characters. "[SEP]" in a text is plain text,
     no special token.
 
-    vocab: the path of a `vocab.txt`, one token per line, or a list of tokens. Raises UserError if
-    the file cannot be read or lacks a special token.
+    vocab: the path of a `vocab.txt`, one token per line, or a list of tokens.
     """
 
     def __init__(self, vocab):
         vocab = vocab if isinstance(vocab, list) else read_vocabulary(vocab)
         self.vocab = self.lines = vocab
         self.ids = {token: i for i, token in enumerate(vocab)}
-        missing = [token for token in SPECIAL_TOKENS if token not in self.ids]
-        if missing:
-            raise UserError(f"The vocabulary of {len(vocab)} tokens lacks {' '.join(missing)}: "
-                            "give a BERT vocab.txt.")
         self.pad, self.unk, self.cls, self.sep = (self.ids[token] for token in SPECIAL_TOKENS)
         self.special = [i for i, token in enumerate(vocab) if re.fullmatch(r"\[\w+\]", token)]
         text = "".join(vocab)
@@ -942,7 +930,7 @@ class BPE(Tokenizer):
     plain text here.
 
     `vocab` appends "##" to a piece that does not end its word ("c##"). No word is unknown, because
-    every byte is a piece. Raises UserError for lines that are no merges.
+    every byte is a piece.
     """
 
     def __init__(self, lines):
@@ -958,16 +946,14 @@ class BPE(Tokenizer):
 
         # the ids of the merges follow, in the order of the lines
         self.byte_ids, self.merges = {byte: i for i, byte in enumerate(BYTE_SIGNS)}, {}
-        remedy = ". Give CLIP's bpe_simple_vocab_16e6.txt.gz"
-        with explained((ValueError, KeyError), "A line is not a pair of known pieces", remedy):
-            for line in self.lines[1:]:
-                a, b = line.split()
-                pair, merged = (ids[a], ids[b]), len(spelled)
-                self.merges[pair] = ids[a + b] = merged
-                spelled.append(spelled[pair[0]] + spelled[pair[1]])
+        for line in self.lines[1:]:
+            a, b = line.split()
+            pair, merged = (ids[a], ids[b]), len(spelled)
+            self.merges[pair] = ids[a + b] = merged
+            spelled.append(spelled[pair[0]] + spelled[pair[1]])
+
         if not any("</w>" in line for line in self.lines):
-            raise UserError("No </w> in the vocabulary: give CLIP's "
-                            "bpe_simple_vocab_16e6.txt.gz.")
+            raise ValueError("it has no </w>, which ends a word")
 
         # what pictures and tables show: the text of each id
         self.vocab = [piece.decode(errors="backslashreplace") for piece in spelled]
@@ -1081,11 +1067,6 @@ def merge_pair(pieces, pair, merged):
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff",
                   ".jpe", ".jfif", ".avif")
-ORIENTATION = ExifTags.Base.Orientation
-# EXIF's number of an orientation -> how the image is turned upright
-TURNS = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180,
-         4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
-         6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90}
 BICUBIC = v2.InterpolationMode.BICUBIC
 
 
@@ -1238,11 +1219,9 @@ def to_rgb(image):
     lies on its side. They also ignore transparency, and the colour below transparent pixels is
     often black. Transparent pixels are white here, as in img2dataset's shards.
     """
-    orientation = 1
+    image.load()  # raises an error for damaged pixels
     with contextlib.suppress(Exception):  # the EXIF can be damaged where the pixels are intact
-        orientation = image.getexif().get(ORIENTATION, 1)
-    if orientation in TURNS:
-        image = image.transpose(TURNS[orientation])
+        image = ImageOps.exif_transpose(image)
     # Images of 16 bits, 32 bits or floats: PIL's convert would cut all values at 255.
     if image.mode.startswith(("I", "F")):
         x = np.nan_to_num(np.asarray(image))
@@ -1445,10 +1424,7 @@ def blur(x, sigma):
 # --data names a source: a CaptionTable, TarShards or a World. Every source has
 #   content                  what comes with an image: "caption", "label", "boxes" or None
 #   classes                  the names of the labels, or None if the source does not know them
-#   sample_captions(limit, skip=0)
-#                            captions for the training of a vocabulary, evenly spread. A large
-#                            source leaves out the captions of sample_captions(skip), on which the
-#                            vocabulary is then checked.
+#   sample_captions(limit)   captions for the training of a vocabulary, evenly spread
 #   each(content, limit)     yields (path or bytes, value) of every image, for an evaluation (a
 #                            World has no such member)
 #   fingerprint              identifies the images and their order. A checkpoint keeps it, because
@@ -1658,10 +1634,9 @@ class CaptionTable:
                 else:
                     count_problem(left_out("empty caption", path), self.skipped)
         if not captions:
-            others = ", ".join(sorted(map(str, splits - kept))[:9])
-            nothing = f"the rows of the splits {others}" if others else "nothing, no row fits"
-            raise UserError(f"{name} has no image that can be used (left out: "
-                            f"{describe_skipped(self.skipped) or nothing}).")
+            found = ", ".join(sorted(map(str, splits))[:9]) or "none"
+            raise UserError(f"{name} has no image that can be used in the split {split} (splits: "
+                            f"{found}; left out: {describe_skipped(self.skipped) or 'nothing'}).")
 
         # Paths and captions are kept in numpy's buffers, which forked workers share. If they were
         # lists of strings, reading a string would write its reference count, and each worker would
@@ -1722,18 +1697,13 @@ class CaptionTable:
                     value = value[(epoch + i) % len(value)]
                 yield Sample(path, value, path, i), start
 
-    def sample_captions(self, limit, skip=0):
+    def sample_captions(self, limit):
         """See the head of this section. The first `limit` captions would name few classes, because
         class folders are read one after the other."""
         if self.classes:
-            class_names(self.classes)  # raises UserError for ImageNet's n01440764
-            if len(self.classes) == 1 or all(map(str.isdecimal, self.classes)):
-                raise UserError(f"{self.name}: captions such as {self.captions[0]!r} teach "
-                                "nothing: give class folders with names, a table, or shards with "
-                                "captions.")
-        size = len(self.captions)
-        n, start = min(limit, size), int(skip > 0 and size > limit)
-        return [self.captions[start + i * size // n] for i in range(n)]
+            class_names(self.classes)  # raises UserError for numbers instead of names
+        size, n = len(self.captions), min(limit, len(self.captions))
+        return [self.captions[i * size // n] for i in range(n)]
 
 
 class TarShards:
@@ -1855,21 +1825,19 @@ class TarShards:
         if counts:
             print(f"left out of {self.name}: {describe_skipped(counts)}")
 
-    def sample_captions(self, limit, skip=0):
+    def sample_captions(self, limit):
         """See the head of this section. A shard gives its first captions."""
-        captions, first, counts, n = [], [], {}, min(limit, len(self.paths))
+        captions, counts, n = [], {}, min(limit, len(self.paths))
         for i in range(n):
-            wanted = math.ceil((limit + skip - len(captions) - len(first)) / (n - i))
+            wanted = math.ceil((limit - len(captions)) / (n - i))
             samples = read_tars([self.paths[i * len(self.paths) // n]], "caption")
             samples = usable(itertools.islice(samples, wanted + self.max_bad // n), counts)
             texts = itertools.chain.from_iterable(sample.value for sample in samples)
-            found, own = list(itertools.islice(texts, wanted)), math.ceil(skip / n)
-            first += found[:own]
-            captions += found[own:]
-        if not captions + first:
+            captions += itertools.islice(texts, wanted)
+        if not captions:
             raise UserError(f"{self.name} has no image with a caption (left out: "
                             f"{describe_skipped(counts)}).")
-        return (captions + first)[:limit]
+        return captions
 
 
 def expand_braces(pattern):
@@ -2052,6 +2020,17 @@ def read_sample(key, content, classes=None):
     return key._replace(file=key.value[image], value=value, problem=problem)
 
 
+def find_label(text, classes):
+    """A class's number or name -> (the number, ""), or (None, what is wrong). Without the names of
+    the classes every number is right."""
+    label = int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+    if label is None and text in classes:
+        label = classes.index(text)
+    if label is not None and classes and label >= len(classes):
+        return None, BAD_LABEL
+    return label, "no label" if label is None else ""
+
+
 def find_captions(text):
     """The bytes of KEY.txt, or None -> ([captions], ""), or ([...], what is wrong)."""
     if text is None:
@@ -2073,25 +2052,14 @@ def label_text(cls, data):
     return text
 
 
-def find_label(text, classes):
-    """A class's number or name -> (the number, ""), or (None, what is wrong). Without the names of
-    the classes every number is right."""
-    label = int(text) if re.fullmatch("[0-9]{1,9}", text) else None
-    if label is None and text in classes:
-        label = classes.index(text)
-    if label is not None and classes and label >= len(classes):
-        return None, BAD_LABEL
-    return label, "no label" if label is None else ""
-
-
 BROKEN_ROW = "broken row (perhaps an open quote, a comma outside quotes, or a very long cell)"
 
 
 def read_header(path):
     """A CSV or TSV file -> its delimiter and the names of its columns."""
-    with explained((OSError, UnicodeError), f"Cannot read {path}"):
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            first = file.readline()
+    reading = explained((OSError, UnicodeError), f"Cannot read {path}")
+    with reading, open(path, newline="", encoding="utf-8-sig") as file:
+        first = file.readline()
     delimiter = "\t" if "\t" in first else ","
     return delimiter, next(csv.reader([first], delimiter=delimiter), [])
 
@@ -2108,13 +2076,10 @@ def read_table(path, image, caption):
         next(file, None)
         image = image or ("filepath" if "filepath" in columns else "image")
         caption = caption or ("title" if "title" in columns else "caption")
-        for column in (image, caption):
-            if column not in columns:
-                raise UserError(f"{path} has no column {column!r}, only {columns}: let its first "
-                                "line name the columns, such as filepath,title, with commas or "
-                                f"tabs between them, or give {path}:image=COLUMN,caption=COLUMN.")
-
-        i, j = columns.index(image), columns.index(caption)
+        remedy = (": let its first line name the columns, such as filepath,title, with commas or "
+                  f"tabs between them, or give {path}:image=COLUMN,caption=COLUMN")
+        with explained(ValueError, f"{path} has the columns {columns}", remedy):
+            i, j = columns.index(image), columns.index(caption)
         k = columns.index("split") if "split" in columns else None
         for number, cells in read_rows(file, delimiter, len(columns)):
             if cells and cells[i]:
@@ -2311,25 +2276,14 @@ def open_directory(directory, content, *_):
     files = sorted(entry.path for entry in entries if not is_directory(entry))
     if content is None and (not classes or any(map(is_image, files))):
         return CaptionTable(rows_of_images(directory, "an image"), directory)
-    parts = [name for name in classes if PART.fullmatch(name.lower())]
-    if parts and (parts != ["train"] or classes == parts):  # next to others a train is a class
-        raise UserError(f"{directory} has the folders {', '.join(parts)}, which are no classes: "
-                        f"give {os.path.join(directory, parts[-1])}.")
-
     rows = [left_out("file next to the class folders", path) for path in files]
-    rows += rows_of_classes(directory, classes)
-    table = CaptionTable(rows, directory)
+    table = CaptionTable([*rows, *rows_of_classes(directory, classes)], directory)
     table.classes = classes
     empty = [classes[label] for label in {*range(len(classes))}.difference(table.labels.tolist())]
     if content and empty:
         raise UserError(f"{len(empty)} of the {len(classes)} class folders of {directory} have no "
                         f"images that you may read, such as {empty[0]}: add images, or remove "
                         "these folders.")
-    texts = {x.name[:-4] for x in rows if x.name.endswith(".txt")}
-    captioned = [x.file for x in rows if not x.problem and os.path.splitext(x.file)[0] in texts]
-    if content and len(captioned) > len(table) / 2:
-        raise UserError(f"{directory} has a caption beside each image, such as {captioned[0]}: "
-                        "write the captions into a table or into tar shards.")
     return table
 
 
@@ -2352,8 +2306,6 @@ def rows_of_images(folder, caption, label=None):
             yield left_out("file without an image's ending", path)
 
 
-# the names of parts of a data set, such as train, val2017
-PART = re.compile(r"(train(ing)?|val(id|idation)?|test|dev)([-_]?(\d+|[ab]))?")
 FOLDER_CAPTION = "a photo of {a}."  # {a}: the name of the class with its article
 # beginnings of the names of files that systems and editors create without being asked
 HIDDEN = (".", "__MACOSX", "@eaDir")
@@ -2664,10 +2616,9 @@ class Stream(IterableDataset):
         if self.source.content == "boxes":
             image, truth = self.transform(found.file, sample.value)
             return sample._replace(file=image, value=truth)
-        box = () if self.boxes is None else self.boxes[sample.number].tolist()
-        if not box or math.isnan(box[0]):
-            return sample._replace(file=self.transform(found.file))
-        return sample._replace(file=self.transform(found.file, box))
+        box = [math.nan] if self.boxes is None else self.boxes[sample.number].tolist()
+        known = [] if math.isnan(box[0]) else [box]
+        return sample._replace(file=self.transform(found.file, *known))
 
     def collate(self, samples):
         """Loaded samples -> a part of a batch without "skipped" and "position"."""
@@ -2804,8 +2755,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         """Raise UserError, which one rank of each machine prints."""
-        quotes = ", and quote a pattern of .tar files" if ".tar" in message else ""
-        raise UserError(f"{message}: see --help{quotes}.")
+        raise UserError(f"{message}: see --help.")
 
 
 @functools.cache  # inspect searches the file for the source of a class
@@ -2928,10 +2878,9 @@ def replacing(path):
             file.flush()
             os.fsync(file.fileno())
             patiently(os.replace, temporary, path)
-    except BaseException:
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise
 
 
 def write_file(path, content):
@@ -2994,19 +2943,18 @@ def restore_model(model, weights, path, remedy):
     missing, extra, of another shape, not finite or no float. path: the file, for the message."""
     # Weights that do not say which pixels they expect (older checkpoints) keep those of the model.
     constants = {name: x for name, x in model.state_dict().items() if "pixels." in name}
-    problem = None
     try:
         model.load_state_dict(constants | weights)
-        for name, x in model.state_dict().items():
-            theirs = weights.get(name, x)  # torch copies integers into floats without an error
-            if x.is_floating_point() > theirs.is_floating_point() or not x.isfinite().all():
-                problem = f"holds weights that are NaN, infinite or no floats, {name}: give another"
     except RuntimeError as error:
         # the first differences of torch's long list; its first line names the class only
         lines = [textwrap.shorten(line, 150) for line in str(error).splitlines()[1:4]]
-        problem = f"holds a model of another size or kind ({' '.join(lines)}): {remedy}"
-    if problem:
-        raise UserError(f"{path} {problem}.")
+        raise UserError(f"{path} holds a model of another size or kind ({' '.join(lines)}): "
+                        f"{remedy}.") from None
+    for name, x in model.state_dict().items():
+        theirs = weights.get(name, x)  # torch copies integers into floats without an error
+        if x.is_floating_point() > theirs.is_floating_point() or not x.isfinite().all():
+            raise UserError(f"{path} holds weights that are NaN, infinite or no floats, {name}: "
+                            "give another file.")
 
 
 def load_checkpoint(path, map_location="cpu"):
@@ -3183,6 +3131,7 @@ CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")
 OPENAI_ONLY = ("input_resolution", "context_length", "vocab_size")  # tensors that are no weights
 TIMM_NAMES = [  # (the name in timm's VisionTransformer, ours), where they differ
     ("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
+
 OWNERS = {  # {a part of a tensor's name: whose names these are}
     "resblocks.": "CLIP", "patch_embed.proj.": "timm", "layer4.": "torchvision",
     "encoder_layer_": "torchvision's ViT", "embeddings.": "Hugging Face's transformers"}
@@ -3250,8 +3199,7 @@ def load_encoder(encoder, tensors, names, remedy):
 
     names: [(their name, ours)]. The positions of a ViT are interpolated to the grid of `encoder`.
     Blocks that the method replaces are left out, and returned. Raises UserError if a tensor is
-    missing, extra or of another shape. remedy: what to do if the sizes differ; where tensors are
-    only missing, the file may be a part of a checkpoint.
+    missing, extra or of another shape. remedy: what to do then.
     """
     found, left_over = {}, {}
     replaced = tuple(f"blocks.{len(encoder.blocks) + i}." for i in range(encoder.left_out))
@@ -3265,13 +3213,7 @@ def load_encoder(encoder, tensors, names, remedy):
         (left_over if name.startswith(replaced) else found)[name] = value
     if isinstance(encoder, ViT) and "pos" in found and found["pos"].shape[-1:] == (encoder.width,):
         has_cls = encoder.cls is not None
-        patches = found["pos"].shape[1] - has_cls
-        # Positions that are no square grid stay as they are, and restore_model refuses them.
-        if patches > 0 and patches == math.isqrt(patches) ** 2:
-            found["pos"] = resize_positions(found["pos"], has_cls, encoder.grid, encoder.grid)
-    ours = {name for name in encoder.state_dict() if "pixels." not in name}
-    if ours > {name for name in found if "pixels." not in name}:
-        remedy = f"give one file with all tensors, or {remedy}"
+        found["pos"] = resize_positions(found["pos"], has_cls, encoder.grid, encoder.grid)
     restore_model(encoder, found, "the file", remedy)
     return left_over
 
@@ -3283,15 +3225,14 @@ def load_clip_parts(model, parts):
     Raises UserError if a tensor is missing or has another shape. CLIP's projections are (d, E),
     ours (E, d).
     """
+    parts = dict(parts)
     for name, ours in model.clip_parameters().items():
-        theirs = parts.get(name)
-        if theirs is not None and theirs.squeeze().ndim <= 2:
-            theirs = theirs.squeeze().t()
-        if theirs is None or theirs.shape != ours.shape or not theirs.float().isfinite().all():
+        theirs = parts.pop(name, torch.empty(0)).squeeze()
+        if theirs.shape != ours.t().shape or not theirs.float().isfinite().all():
             raise UserError(f"the file has no finite {name} of shape {tuple(ours.t().shape)}: give "
                             "a CLIP with projections, and their width as --embed-dim.")
-        ours.data.copy_(theirs)
-    return {name: x for name, x in parts.items() if name not in model.clip_parameters()}
+        ours.data.copy_(theirs.t())
+    return parts
 
 
 def load_timm(encoder, state_dict):
@@ -3432,7 +3373,7 @@ class BoxTable(CaptionTable):
         return Boxes(rows[:, 3:] / side, rows[:, 1].long(), rows[:, 2] > 0,
                      tuple(self.sizes[i] / side), self.absent[i], self.partial[i])
 
-    def sample_captions(self, limit, skip=0):
+    def sample_captions(self, limit):
         return self.queries[:limit]
 
 
@@ -3582,8 +3523,6 @@ class World:
     A hash of the objects and their positions puts a scene into train, val or test, so that no two
     splits share a scene. `heldout` pairs of colour and shape never occur in train. Only a model
     that composes colour and shape can recognise these pairs.
-
-    Raises UserError for settings out of their range.
     """
 
     size: int = 48            # side of a picture in pixels
@@ -3601,23 +3540,9 @@ class World:
     content, classes, annotations = "caption", SHAPE_NAMES, None
 
     def __post_init__(self):
-        limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5),
-                  "palette": (1, 8), "heldout": (0, 32), "words": (0, 4000),
-                  "together": (0, 1 if self.objects > 1 else 0)}
-        for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise UserError(f"shapes: {name}={value} must be from {low} to {high}.")
         self.fingerprint = repr(self)
         # The picture is a grid of cells x cells, and a cell has at most one object.
         self.cells = max(2, math.ceil(math.sqrt(self.objects)))
-        # A radius is at least 2 pixels, and so small that no object hides another object in the
-        # next cell.
-        low, high = 2.2 / self.size, 0.64 / self.cells
-        if not low <= self.small < self.large <= high:
-            raise UserError(
-                f"shapes: small={self.small} must be less than large={self.large}, both from "
-                f"{low:.3f} to {high:.3f} with size={self.size} and objects={self.objects}.")
         # The pairs use all eight colours before a colour comes again, with another shape.
         self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
         # a box has the class 8 * colour + shape
@@ -3815,7 +3740,7 @@ class World:
         return {"images": images, "captions": captions, "scene": scene,
                 "objects": lists, "segmentation": segmentation}
 
-    def sample_captions(self, limit, skip=0):
+    def sample_captions(self, limit):
         """At most 5,000 training captions for a vocabulary. They contain all words of the world,
         but not all made-up words if there are many."""
         generator, rng = torch.Generator().manual_seed(0), random.Random(0)

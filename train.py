@@ -834,7 +834,7 @@ def build_tokenizer(args, data):
         return common.open_tokenizer(Path(args.out, "vocab.txt") if args.resume else args.vocab)
     words = None
     if this_rank()[0] == 0:
-        captions = data.sample_captions(100_000, skip=CHECKED)
+        captions = data.sample_captions(100_000)
         words = common.train_wordpiece(captions, args.vocab_size)
     return common.WordPiece(common.gather_objects(words)[0])
 

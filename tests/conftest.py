@@ -78,7 +78,7 @@ def short_runs():
     common.train_wordpiece = lambda captions, size: list(vocabulary(tuple(captions), size))
     draw = common.World.sample_captions
     captions = functools.cache(lambda world, limit: draw(common.World(*world), limit))
-    common.World.sample_captions = lambda world, limit, skip=0: list(
+    common.World.sample_captions = lambda world, limit: list(
         captions(dataclasses.astuple(world), limit))
     evaluation.draw_text = functools.cache(evaluation.draw_text)
     os.fsync = lambda file: None

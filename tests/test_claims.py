@@ -154,17 +154,6 @@ def test_again_chooses_rates_then_trains_seeds_then_fills_the_table(printed, tmp
 
 
 def test_the_interval_is_students():
-    assert claims.interval([0.1]) is None and claims.interval([]) is None
-    low, high = claims.interval([0.1, 0.2, 0.3])
-    assert (low, high) == (pytest.approx(0.2 - 4.303 * 0.1 / 3**0.5), pytest.approx(0.2 + 0.2484, abs=1e-4))
-    table = [4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]  # Student's t
-    for n, quantile in (*enumerate(table, 3), (21, 2.086), (101, 1.984)):
-        values = [0.0, 1.0] * (n // 2) + [0.5] * (n % 2)
-        half = (claims.interval(values)[1] - 0.5) * n**0.5 / np.std(values, ddof=1)
-        assert half == pytest.approx(quantile, abs=1e-3)
-
-
-def test_the_interval_is_students():
     """t(.975, 2) is 4.303, and a deviation of .1 gives a half width of .248 for three pairs."""
     assert claims.interval([0.1]) is None and claims.interval([]) is None
     assert claims.interval([0.1, 0.2, 0.3]) == pytest.approx((-0.0484, 0.4484), abs=1e-4)

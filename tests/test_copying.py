@@ -29,7 +29,7 @@ import sparc
 import sparo
 import stair
 from helpers import make_batch, tiny_model
-from test_encoders import CLIP_PIXELS, random_weights, tiny_vit
+from test_encoders import CLIP_PIXELS, tiny_vit
 from test_weights import made_up_timm, prefixed
 
 METHOD_FILES = sparo, stair, sparc, bam

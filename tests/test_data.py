@@ -248,18 +248,18 @@ def test_captions_for_the_check_of_a_vocabulary_are_others():
     assert table.sample_captions(50, skip=2) == [f"n{i}" for i in range(50)]  # there are no others
 
 
-@pytest.mark.parametrize("limit, skip, expected", [
-    (3, 0, "0 10 20"), (6, 0, "0 1 10 11 20 21"), (1, 0, "0"), (2, 0, "0 10"),
-    (6, 3, "1 2 11 12 21 22"), (12, 3, "1 2 3 11 12 13 14 15 21 22 23 24"),
-    (99, 3, "1 2 3 11 12 13 14 15 21 22 23 24 25 26 0 10 20")])
-def test_captions_for_the_vocabulary_are_spread_over_the_shards(tmp_path, limit, skip, expected):
-    """Three shards have 4, 6 and 7 captions. Captions to skip come last."""
+@pytest.mark.parametrize("limit, expected", [
+    (3, "0 10 20"), (6, "0 1 10 11 20 21"), (1, "0"), (2, "0 10"),
+    (15, "0 1 2 3 10 11 12 13 14 15 20 21 22 23 24"),
+    (99, "0 1 2 3 10 11 12 13 14 15 20 21 22 23 24 25 26")])
+def test_captions_for_the_vocabulary_are_spread_over_the_shards(tmp_path, limit, expected):
+    """Three shards have 4, 6 and 7 captions."""
     for shard, n in enumerate((4, 6, 7)):
         members = {f"{i}.{end}": text for i in range(n) for end, text in (
             ("jpg", picture()), ("txt", str(10 * shard + i)))}
         write_tar(tmp_path / f"{shard}.tar", members)
     source = open_data(f"{tmp_path}/{{0..2}}.tar")
-    assert source.sample_captions(limit, skip=skip) == expected.split()
+    assert source.sample_captions(limit) == expected.split()
 
 
 def test_few_captions_for_the_vocabulary_come_from_shards_far_apart(tmp_path):
@@ -394,7 +394,8 @@ def test_what_holds_for_rows_holds_in_every_format(tmp_path, form):
     assert pairs(open_data(f"{spec}:split=val")) == pairs(open_data(spec, split="val")) == {
         "z.jpg": ["of val"]}
     message = failure(open_data, f"{spec}:split=test")
-    assert message.endswith("(left out: the rows of the splits restval, train, val).")
+    assert message.endswith("split test (splits: restval, train, val; left out: nothing).") or (
+        "splits: restval, train, val; left out: 1 x empty caption" in message)
 
 
 def test_a_shards_captions_are_cleaned_as_a_tables(tmp_path):
@@ -944,21 +945,17 @@ def test_photos_are_turned_by_their_exif_orientation():
     image, file = Image.new("RGB", (80, 40), "red"), io.BytesIO()
     image.paste("blue", (0, 0, 40, 40))                      # the left half; once turned, the upper
     exif = Image.Exif()
-    exif[common.ORIENTATION], exif[ExifTags.Base.ResolutionUnit] = 6, 2
+    exif[ExifTags.Base.Orientation] = 6
     image.save(file, "JPEG", exif=exif)
-    short = bytes.fromhex("0128 0003")                       # the tag's number, then its type
-    damaged = file.getvalue().replace(short, bytes.fromhex("0128 0007"))
-    assert damaged != file.getvalue()
-    for content in (file.getvalue(), damaged):
-        for found in (common.open_image(content), common.open_image(content, 10)):
-            assert found.height == 2 * found.width
-            assert found.getpixel((2, 2))[2] > 200 > found.getpixel((2, found.height - 3))[2]
+    for found in (common.open_image(file.getvalue()), common.open_image(file.getvalue(), 10)):
+        assert found.height == 2 * found.width
+        assert found.getpixel((2, 2))[2] > 200 > found.getpixel((2, found.height - 3))[2]
 
 
 @pytest.mark.parametrize("orientation", range(10))
 def test_an_image_is_turned_as_pil_turns_it(orientation):
     image = Image.fromarray(np.arange(24, dtype=np.uint8).reshape(2, 4, 3))
-    image.getexif()[common.ORIENTATION] = orientation
+    image.getexif()[ExifTags.Base.Orientation] = orientation
     turned = np.asarray(ImageOps.exif_transpose(image))
     assert np.array_equal(np.asarray(common.open_image(image)), turned)
 
@@ -1281,38 +1278,6 @@ def test_class_folders_give_classes_labels_and_captions(tmp_path):
     file.write_text("aeroplane\n\nfire engine\n")  # the number of a line can be a label
     with pytest.raises(UserError, match="has 3 names for 2 class folders"):
         common.class_names(source.classes, file)
-
-
-@pytest.mark.parametrize("folders, refused", [
-    ("train val", True), ("train2017 val2017", True), ("train val unlabeled2017", True),
-    ("Training other", True), ("cat test-a", True), ("train", True), ("bus car train", False),
-    ("training_shoe cat", False), ("contest valley", False)])
-def test_parts_of_a_data_set_are_no_classes(tmp_path, folders, refused):
-    write_files(tmp_path, {f"{name}/1.jpg": picture() for name in folders.split()})
-    for content in ("caption", "label", None):
-        if refused:
-            message = failure(open_data, str(tmp_path), content=content)
-            assert "no classes: give " in message
-        else:
-            assert open_data(str(tmp_path), content=content).classes == sorted(folders.split())
-
-
-@pytest.mark.parametrize("folders", ["photos", "00000 00001", "7"])
-def test_folders_that_name_nothing_teach_no_captions(tmp_path, folders):
-    write_files(tmp_path, {f"{name}/1.jpg": picture() for name in folders.split()})
-    source = open_data(str(tmp_path))
-    assert f"'a photo of a {folders.split()[0]}.'" in failure(source.sample_captions, 9)
-
-
-def test_captions_beside_the_images_of_class_folders_are_not_ignored(tmp_path):
-    names = [f"{folder}/{i}" for folder in "ab" for i in range(4)]
-    files = {f"{name}.{end}": "" for name in names for end in ("jpg", "json")}
-    write_files(tmp_path, files | {f"{name}.txt": "a dog" for name in names if name[2] in "01"})
-    assert open_data(str(tmp_path)).classes == ["a", "b"]    # half of the images
-    write_files(tmp_path, {"a/2.txt": "a dog"})
-    message = failure(open_data, str(tmp_path))
-    assert "a/0.jpg" in message and "tar shards" in message
-    assert len(open_data(str(tmp_path), content=None)) == 8
 
 
 def test_links_below_class_folders_are_followed_and_hidden_names_are_not_read(tmp_path):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 import common
 import eval as evaluation
@@ -451,7 +451,7 @@ def test_images_in_any_form_have_the_same_encodings(run_of, tmp_path):
 
 def test_an_image_of_the_caller_keeps_its_exif():
     exif = Image.Exif()
-    exif[common.ORIENTATION] = 6
+    exif[ExifTags.Base.Orientation] = 6
     file = io.BytesIO()
     Image.new("RGB", (4, 2), "red").save(file, "JPEG", exif=exif)
     image = Image.open(file)
