@@ -318,9 +318,9 @@ def cost_of_a_step(fake, calls, waits, method, preset, *flags):
 
 
 @pytest.mark.parametrize("row, kept, gathers, sent, once, waited", [
-    (("sparc", "b32"), 34.5, 2, 2, 0, 0),
+    (("sparc", "b32"), 34.5, 2, 4, 0, 0),
     (("bam", "vit-s16", "--grad-checkpoint"), 13.4, 6, 33.7, 0, 0),
-    (("sparo", "cc15m-r50"), 59.4, 55, 16, 207.7, 0)])
+    (("sparo", "cc15m-r50"), 59.4, 55, 32, 207.7, 0)])
 def test_presets_cost_a_rank_what_is_expected(fake, ranks, waits, row, kept, gathers, sent, once,
                                               waited):
     """An H100 keeps as much memory, within 15 % (test_gpu.py)."""
