@@ -64,7 +64,7 @@ class Config:
     activation: Literal["gelu", "relu"] = "gelu"  # in the projector; relu for ResNet-50 (App. C)
 
 
-# Defined below "stop here": in_fp32, Gather, image_ids, in_parts, entropy, BatchNorm, mean_cosine,
+# Below the core: in_fp32, Gather, image_ids, in_parts, entropy, BatchNorm, mean_cosine,
 # effective_rank, and what refuses wrong arguments (check_..., checked_...).
 
 

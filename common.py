@@ -874,13 +874,16 @@ class WordPiece(Tokenizer):
     A word becomes [UNK] if no token matches its next characters. "[SEP]" in a text is plain text,
     no special token.
 
-    vocab: the path of a `vocab.txt`, one token per line, or a list of tokens.
+    vocab: the path of a `vocab.txt`, one token per line, or a list of tokens. Raises ValueError if
+    it lacks a special token.
     """
 
     def __init__(self, vocab):
         vocab = vocab if isinstance(vocab, list) else read_vocabulary(vocab)
         self.vocab = self.lines = vocab
         self.ids = {token: i for i, token in enumerate(vocab)}
+        if missing := [token for token in SPECIAL_TOKENS if token not in self.ids]:
+            raise ValueError(f"it lacks {' '.join(missing)}")
         self.pad, self.unk, self.cls, self.sep = (self.ids[token] for token in SPECIAL_TOKENS)
         self.special = [i for i, token in enumerate(vocab) if re.fullmatch(r"\[\w+\]", token)]
         text = "".join(vocab)
@@ -3523,6 +3526,8 @@ class World:
     A hash of the objects and their positions puts a scene into train, val or test, so that no two
     splits share a scene. `heldout` pairs of colour and shape never occur in train. Only a model
     that composes colour and shape can recognise these pairs.
+
+    Raises UserError for settings out of their range.
     """
 
     size: int = 48            # side of a picture in pixels
@@ -3540,9 +3545,23 @@ class World:
     content, classes, annotations = "caption", SHAPE_NAMES, None
 
     def __post_init__(self):
+        limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5),
+                  "palette": (1, 8), "heldout": (0, 32), "words": (0, 4000),
+                  "together": (0, 1 if self.objects > 1 else 0)}
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UserError(f"shapes: {name}={value} must be from {low} to {high}.")
         self.fingerprint = repr(self)
         # The picture is a grid of cells x cells, and a cell has at most one object.
         self.cells = max(2, math.ceil(math.sqrt(self.objects)))
+        # A radius is at least 2 pixels, and so small that no object hides another object in the
+        # next cell.
+        low, high = 2.2 / self.size, 0.64 / self.cells
+        if not low <= self.small < self.large <= high:
+            raise UserError(
+                f"shapes: small={self.small} must be less than large={self.large}, both from "
+                f"{low:.3f} to {high:.3f} with size={self.size} and objects={self.objects}.")
         # The pairs use all eight colours before a colour comes again, with another shape.
         self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
         # a box has the class 8 * colour + shape

@@ -764,7 +764,7 @@ def read_templates(given):
 # uses all images of SPEC.
 TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # images to evaluate, images to learn from
 # Options that change no metric, and so are not recorded in evals.jsonl
-NOT_OF_METRICS = {"query", "image", "caption", "export", "workers", "batch", "device", "is_own", "given"}
+NOT_OF_METRICS = set("query image caption export workers batch device is_own given".split())
 
 
 @dataclasses.dataclass
@@ -2202,8 +2202,6 @@ def to_float(found):
 
 BRIGHTNESS = ("Brightness shows the weight of a patch: black is 0, full brightness is the largest "
               "weight of the map.")
-OF_STAIR = ("STAIR's weights are p(h_j) in Eq. 4 minus the lowest of the map, and need no text "
-            "encoder.")
 STOP_WORDS = set("a an the and of in on at to by with from for is are it its his her".split())
 
 
@@ -2298,7 +2296,7 @@ def draw_pair(embedder, image, caption):
     with common.explained(BROKEN, f"--image {image} cannot be read"):
         pixels = embedder.read(image)
     rows = [(caption, pixels, maps_of_words(embedder, image, caption))]
-    note = f"{BRIGHTNESS} {OF_STAIR} A slot's number is the weight that it gives to the word."
+    note = f"{BRIGHTNESS} A slot's number is the weight that the slot gives to the word."
     return lit_sheet("Which patches each word or slot weights.", note, rows)
 
 
@@ -2311,7 +2309,8 @@ def draw_word_maps(embedder, data):
                 if word in complete - STOP_WORDS]
         rows.append((caption, image, maps[:8]))
     title = "Where the words of a caption lie in its image (SPARC, Eq. 4; STAIR, Fig. 10)."
-    note = f"{BRIGHTNESS} {OF_STAIR} At most eight words of a caption are shown."
+    note = (f"{BRIGHTNESS} STAIR's weights are p(h_j) in Eq. 4 minus the lowest of the map, and "
+            f"need no text encoder. At most eight words of a caption are shown.")
     return lit_sheet(title, note, rows)
 
 
@@ -2648,8 +2647,7 @@ def noted(failed):
 
 def print_notes(embedder, data):
     """Print what the metrics depend on: names of classes, captions that the model sees in part."""
-    classes = data.used_classes()
-    if classes and embedder.tokenizer:
+    if (classes := data.used_classes()) and embedder.tokenizer:
         print(f"Class names: {classes.source}. First of {len(classes.templates)} prompts: "
               f"{classes.prompts[0]!r}")
     print_unseen(embedder.counted, embedder.context)
@@ -2862,18 +2860,15 @@ def export(run, checkpoint, file):
     weights = common.timm_weights(encoder)
     mean, std = weights["mean"].flatten().numpy(), weights["std"].flatten().numpy()
     common.write_file(Path(file), weights)
-    block, has_cls = encoder.blocks[0], encoder.cls is not None
-    gelu = "quick_gelu" if isinstance(block.mlp.act, common.QuickGELU) else "gelu"
-    pre_norm = not isinstance(encoder.norm_pre, torch.nn.Identity)
-    print(f"{file}: weights (key \"model\") for pixels with mean {mean} and deviation {std}, of\n"
-          f"timm.models.VisionTransformer(img_size={encoder.image_size}, "
-          f"patch_size={encoder.patch_size}, embed_dim={encoder.width}, "
-          f"depth={len(encoder.blocks)}, num_heads={block.attn.heads}, "
-          f"mlp_ratio={block.mlp.fc1.out_features / encoder.width:g}, "
-          f"class_token={has_cls}, global_pool='', num_classes=0, pre_norm={pre_norm}, "
-          f"act_layer='{gelu}', norm_layer=functools.partial(torch.nn.LayerNorm, "
-          f"eps={encoder.norm.eps:g}))\n"
-          f"That model returns all tokens; encode_image in the method's file pools them.")
+    block = encoder.blocks[0]
+    settings = {"img_size": encoder.image_size, "patch_size": encoder.patch_size,
+                "embed_dim": encoder.width, "depth": len(encoder.blocks),
+                "num_heads": block.attn.heads, "class_token": encoder.cls is not None,
+                "pre_norm": not isinstance(encoder.norm_pre, torch.nn.Identity)}
+    print(f"{file}: weights (key \"model\") for pixels with mean {mean} and deviation {std}.\n"
+          f"timm.models.VisionTransformer(**{settings}, global_pool='', num_classes=0) with "
+          f"{block.mlp.act} and LayerNorm's eps {encoder.norm.eps:g} returns all tokens, which "
+          f"encode_image in the method's file pools.")
 
 
 # Several runs ---------------------------------------------------------------------------

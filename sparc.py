@@ -68,7 +68,7 @@ class Config:
     token_mean: Literal["caption", "batch"] = "caption"
 
 
-# Defined below "stop here": in_fp32, Gather, own_columns, in_rows, mean_of_batch, softmax_weights,
+# Below the core: in_fp32, Gather, own_columns, in_rows, mean_of_batch, softmax_weights,
 # and what refuses wrong arguments (check_..., checked_...).
 
 

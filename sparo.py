@@ -66,7 +66,7 @@ class Config:
     init_scale: float = 1 / 0.07   # initial 1 / temperature of CLIP's loss (CLIP, Sec. 2.5)
 
 
-# Defined below "stop here": in_fp32, Gather, own_columns, after_end, Keys, and what refuses wrong
+# Below the core: in_fp32, Gather, own_columns, after_end, Keys, and what refuses wrong
 # arguments (check_..., checked_...).
 
 

@@ -56,7 +56,7 @@ class Config:
     init_scale: float = 1 / 0.07  # initial 1 / T of the contrastive loss (Eq. 3; CLIP, Sec. 2.5)
 
 
-# Defined below "stop here": in_fp32, Gather, own_columns, streamed, as_bools, continue_stage, and
+# Below the core: in_fp32, Gather, own_columns, streamed, as_bools, continue_stage, and
 # what refuses wrong arguments (check_..., checked_...).
 
 

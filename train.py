@@ -675,9 +675,6 @@ class Log:
     def lacks(self, record):
         """Whether the line of a record is due, which rank 0 knows."""
         end, step = self.last.get("step", 0), record.get("step", 0)
-        if end < step:
-            print_once(f"note: log.jsonl ends at step {end}, below the checkpoint, which adds the "
-                       f"line of step {step}")
         if error := self.last.get("evaluation_error"):
             print_once(f"note: no evaluation after step {end}, where it ended the run: {error}")
         return end < step
@@ -963,10 +960,9 @@ def check_first_batch(args, batch):
     samples = sum(ranks, [])
     again = len(samples) - len(set(samples))
     if again:
-        workers = " or --workers" if args.workers > 1 else ""
         raise UserError(f"{again} of the {args.batch} samples of the first batch are in it twice: "
-                        f"lower --batch{workers}, give more data, or mend images that cannot be "
-                        "read.")
+                        "lower --batch or --workers, give more data, or mend images that cannot "
+                        "be read.")
 
 
 # Seconds to wait for a batch, and seconds between two checks that the workers are alive.
@@ -1532,11 +1528,12 @@ def finish(args, log, embedder, eval_data, progress):
         evaluation.evaluate_and_show(embedder, eval_data, options, args.out, failed, args.resume)
     elif this_rank()[0] == 0:
         failed += evaluation.save_figures(evaluation.draw_log(args.out), progress.step)
-    is_there = eval_data is not None and evaluation.step_of(args.out) == progress.step
-    written = "eval.json (these metrics), " if is_there else ""
-    data = "--data TEST --train-data TRAIN" if by_knn(embedder.model) else "--data SPEC"
-    print(f"{args.out} holds last.pt (weights), {written}log.jsonl and the pictures. Next: "
-          f"python eval.py {shlex.quote(args.out)} {data}")
+    flags = ' --query "a red ring"' if embedder.tokenizer else ""
+    if eval_data is None and not flags:  # the training images have no labels to learn from
+        flags = " --data TEST --train-data TRAIN"
+    print(f"{args.out} holds the weights, the log and the pictures. To train longer, add --resume "
+          f"--out {shlex.quote(args.out)} and more --steps. Next:\n"
+          f"python eval.py {shlex.quote(args.out)}{flags}")
     common.wait_for_rank_0()  # all ranks end together
     return common.gather_objects(failed)[0]
 

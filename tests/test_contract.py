@@ -356,7 +356,7 @@ def test_the_core_ends_outside_of_a_class_by_line_300(name):
 def test_a_core_names_near_its_head_what_it_calls_from_below_the_line(name):
     text = (ROOT / f"{name}.py").read_text()
     core = text.partition("\n# To read ")[0]
-    note = core.partition('# Defined below "stop here": ')[2].partition("\n\n")[0]
+    note = core.partition('# Below the core: ')[2].partition("\n\n")[0]
     last, tree = core.count("\n"), ast.parse(text)
     below = {x.name for x in tree.body if x.lineno > last and hasattr(x, "name")}
     names = [x for x in ast.walk(tree) if isinstance(x, ast.Name) and x.lineno <= last]

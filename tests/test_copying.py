@@ -389,7 +389,7 @@ def test_weights_that_do_not_fit_are_refused_by_their_cause(tmp_path):
     vit = tiny_vit(cls=True)
     state = made_up_timm(vit)
     part = dict([*state.items()][:5])
-    with pytest.raises(common.UserError, match="Missing .*: give one file with all tensors, or"):
+    with pytest.raises(common.UserError, match="Missing"):
         common.load_timm(tiny_vit(cls=True), part)
     for name, owner in {"visual.transformer.resblocks.0.ln_1.weight": "CLIP",
                         "vit.embeddings.cls_token": "Hugging Face's transformers",

@@ -63,7 +63,7 @@ ERRORS = [
     # Settings of a training
     ("train --method sparc --preset b32 --out run", "--preset b32 names no data: give --data"),
     ("train --method sparo --preset cc3m-b16 --out run", "--preset cc3m-b16 names no data.*--vocab"),
-    *((f"{command} --workers 0", "samples of the first batch are in it twice: lower --batch, give")
+    *((f"{command} --workers 0", "samples of the first batch are in it twice: lower --batch or --workers, give")
       for command in ("sparc --image-size 16 --data again.csv", "bam --data photos --batch 4")),
     ("sparc --lernrate 1", "^unrecognized arguments: --lernrate 1: see --help.$"),
     ("sparc --data 0.tar 1.tar", "arguments: 1.tar: see --help.$"),
@@ -114,7 +114,7 @@ ERRORS = [
       for command in ("sparc --vocab", "bam --init-weights", "train --finetune")),
     ("sparc --vocab nowhere.txt", "nowhere.txt is no vocabulary .*: No such file"),
     ("sparc --vocab 0", "0 is no vocabulary .*: 'utf-8' codec can't decode", b"\x80"),
-    ("sparc --vocab 0", r"0 is no vocabulary .*'\[PAD\]'. Give BERT's vocab.txt", b""),
+    ("sparc --vocab 0", r"0 is no vocabulary .*lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\]. Give BERT's vocab.txt", b""),
     ("sparc --vocab 0", "0 is no vocabulary .*: not enough values .*CLIP's bpe", "#version: 0\na b\nab\n"),
     ("sparc --vocab a.gz", "a.gz is no vocabulary .*: Not a gzipped .*Give BERT's vocab.txt", "broken"),
     ("sparc --vocab poor.txt", "^84% of the captions' tokens are .UNK., .* give another --vocab"),
@@ -165,7 +165,7 @@ ERRORS = [
 
     # The world
     *((f"sparc --data shapes:{name}={value}", f"shapes.*{name}.*{value}")
-      for name, value in {"size": "big"}.items()),
+      for name, value in {"size": "big", "noise": "nan", "large": "0.1"}.items()),
     ("sparc --data shapes:colour=3", "shapes has no setting 'colour'; its settings: background"),
 
     # A whole CLIP

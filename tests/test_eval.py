@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageChops
+from PIL import ExifTags, Image, ImageChops
 
 import bam
 import common
@@ -1161,7 +1161,7 @@ def test_segmentation_is_measured_on_pascal_vocs_layout(tmp_path, capsys):
 def test_a_name_listed_twice_is_one_image_and_a_turned_photo_lies_across_its_map(tmp_path, capsys):
     make_voc_folder(tmp_path)
     exif = Image.Exif()
-    exif[common.ORIENTATION] = 6
+    exif[ExifTags.Base.Orientation] = 6
     for name in ("turned", "a b"):
         shutil.copy(tmp_path / "SegmentationClass/a.png", tmp_path / f"SegmentationClass/{name}.png")
         with Image.open(tmp_path / "JPEGImages/a.jpg") as image:

@@ -60,14 +60,12 @@ def evaluated(out):
     return [record["step"] for record in log], [r["step"] for r in log if "i2t/R@1" in r]
 
 
-def test_a_killed_evaluation_is_made_up_and_costs_no_step(tmp_path, monkeypatch, capsys):
+def test_a_killed_evaluation_is_made_up_and_costs_no_step(tmp_path, monkeypatch):
     with pytest.raises(Killed):
         run_evaluated(monkeypatch, tmp_path, Killed())
     assert evaluated(tmp_path) == ([1], [])
     assert common.load_checkpoint(tmp_path / "last.pt")["step"] == 2
     run_evaluated(monkeypatch, tmp_path)
-    assert "ends at step 1, below the checkpoint, which adds the line of step 2" in (
-        capsys.readouterr().out)
     assert evaluated(tmp_path) == ([1, 2, 3, 4, 5, 6], [2, 4, 6])
     run_evaluated(monkeypatch, tmp_path / "whole")
     a, b = ([crash.timeless(record) for record in read_log(run)]
@@ -131,7 +129,7 @@ def test_one_rank_of_a_machine_looks_at_checksums(tmp_path, run_of, monkeypatch)
 
 @pytest.mark.parametrize("name, content, message", [
     ("config.json", b"", "config.json cannot be read: .*an equal one into another --out"),
-    ("vocab.txt", None, "vocab.txt: No such file.*an equal one into another --out"),
+    ("vocab.txt", None, "vocab.txt .*No such file.*an equal one into another --out"),
     ("last.pt", bytes(4000), "last.pt cannot be read: .*Remedy: begin a new run")])
 def test_the_remedy_helps(tmp_path, run_of, name, content, message):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
@@ -186,10 +184,10 @@ def test_what_cannot_be_written_at_the_end_is_not_claimed(tmp_path, monkeypatch,
     message = "eval.json cannot be written: No space left on device. Step 6 is saved: start the same"
     with unwritable(monkeypatch, "eval.json"), pytest.raises(UserError, match=message):
         train.main([*SPARC, "--out", str(tmp_path)])
-    out = capsys.readouterr().out
-    assert "holds last.pt (weights), log.jsonl" in out and (tmp_path / "alignment.png").exists()
+    written = "written: " + str(tmp_path / "eval.json")
+    assert written not in capsys.readouterr().out and (tmp_path / "alignment.png").exists()
     train.main(["--resume", "--out", str(tmp_path)])
-    assert "last.pt (weights), eval.json (these metrics), " in capsys.readouterr().out
+    assert written in capsys.readouterr().out
     assert len((tmp_path / "evals.jsonl").read_text().splitlines()) == 1  # one evaluation
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import common
-from common import (COLOUR_NAMES, COLOURS, RELATIONS, SHAPE_NAMES, World,
+from common import (COLOUR_NAMES, COLOURS, RELATIONS, SHAPE_NAMES, UserError, World,
                     open_data)
 
 NUMBERS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7}
@@ -275,6 +275,26 @@ def test_palette_limits_colours_and_companions_are_frequent_only_in_training():
         for name in ("colour", "shape"):
             pair &= scene[name][:, 1] == scene[name][:, 0] ^ 1
         assert low < pair.float().mean() < high
+
+
+@pytest.mark.parametrize("name, low, high", [
+    ("size", 16, 1024), ("objects", 1, 7), ("noise", 0, 1), ("background", 0, 0.5),
+    ("palette", 1, 8), ("heldout", 0, 32), ("words", 0, 4000), ("together", 0, 1)])
+def test_settings_have_bounds(name, low, high):
+    for value in (low, high):
+        assert getattr(World(**{name: value}), name) == value
+    for value in (low - 1, high + 1):
+        with pytest.raises(UserError, match=f"{name}={value} must be from {low} to {high}"):
+            World(**{name: value})
+
+
+def test_objects_fit_into_their_cells_and_one_object_has_no_companion():
+    World(size=44, small=0.05, large=0.32)
+    for wrong in (dict(large=0.33), dict(small=0.04), dict(small=0.2), dict(objects=5, large=0.22)):
+        with pytest.raises(UserError, match="from 0.046 to 0.(32|213)"):
+            World(**wrong)
+    with pytest.raises(UserError, match="together=0.5 must be from 0 to 0"):
+        World(objects=1, together=0.5)
 
 
 def test_settings_of_the_spec_reach_the_world():
