@@ -2454,12 +2454,10 @@ def as_read(tokenizer, tokens, mask, captions):
     return pairs
 
 
-def draw_box(picture, box, names):
-    """Draw a box, as fractions of the sides of a square picture, and its names into the picture."""
-    corners, pen = [side * picture.width for side in box.tolist()], ImageDraw.Draw(picture)
-    if names:  # a row that fills a batch up has no class
-        pen.rectangle(corners, outline="red")
-        pen.text(corners[:2], ", ".join(names), "red")
+def draw_boxes(picture, boxes):
+    """Draw boxes (n, 4), as fractions of the sides of a square picture, into the picture."""
+    for box in boxes.tolist():
+        ImageDraw.Draw(picture).rectangle([side * picture.width for side in box], outline="red")
 
 
 def sheet_of_samples(pictures, texts, note):

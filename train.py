@@ -1446,10 +1446,11 @@ def show_first_batch(args, tokenizer, batch):
     elif "labels" in batch:
         texts = [(text, "") for text in label_texts(batch["labels"], args.classes)]
     elif "boxes" in batch:
-        names = evaluation.as_read(tokenizer, batch["tokens"], batch["mask"], itertools.repeat(""))
+        found = evaluation.as_read(tokenizer, batch["tokens"], batch["mask"], itertools.repeat(""))
+        names, texts = [" ".join(read.split()[1:-1]) for read, _ in found], []  # no [CLS], [SEP]
         for picture, boxes, classes in zip(pictures, batch["boxes"], batch["classes"]):
-            for box, own in zip(boxes, classes):
-                evaluation.draw_box(picture, box, [names[q][0] for q in own.nonzero()[:, 0]])
+            evaluation.draw_boxes(picture, boxes[classes.any(1)])  # other rows fill the batch up
+            texts.append((", ".join(names[q] for q in classes.nonzero()[:, 1]), ""))
     if left_out := common.total_skipped(batch["skipped"].values()):
         facts += f"; left out so far: {common.describe_skipped(left_out)}"
     path = Path(args.out, "first-batch.png")

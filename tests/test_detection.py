@@ -550,9 +550,9 @@ FILE = " --image-size 16 --crop-scale 0.5 --data boxes.json --workers "
 def test_a_detector_begins_with_the_encoders_and_the_vocabulary_of_its_run(
         tmp_path, run_of, monkeypatch):
     base, out, names = run_of("sparc"), tmp_path / "detector", []
-    draw = evaluation.draw_box
-    monkeypatch.setattr(evaluation, "draw_box", lambda picture, box, of_box: (
-        names.extend(of_box), draw(picture, box, of_box)))
+    sheet = evaluation.sheet_of_samples
+    monkeypatch.setattr(evaluation, "sheet_of_samples", lambda pictures, texts, note: (
+        names.extend(texts), sheet(pictures, texts, note))[1])
     train_alone([*FLAGS.split(), base, "--lr", 0, "--steps", 1, "--out", out, "--image-size", 32,
                  "--data", "shapes:size=32"])
     config, old = (common.read_config(run) for run in (out, base))
@@ -563,8 +563,8 @@ def test_a_detector_begins_with_the_encoders_and_the_vocabulary_of_its_run(
     changed = {name for name in kept if not torch.equal(ours[name], theirs[name])}
     statistics = {name for name in kept if "running" in name or "batches" in name}
     assert changed == {"image_encoder.pos", *statistics}
-    shown = re.compile(r"\[CLS\] an? \w+ \w+ \[SEP\]")  # in first-batch.png
-    assert names and all(map(shown.fullmatch, names))
+    shown = re.compile(r"an? \w+ \w+(, an? \w+ \w+)*")  # in first-batch.png
+    assert len(names) == 4 and all(shown.fullmatch(read) and not cut for read, cut in names)
     assert ours["image_encoder.pos"].shape[1] == 16                         # interpolated
 
 
