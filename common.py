@@ -1704,7 +1704,11 @@ class CaptionTable:
         """See the head of this section. The first `limit` captions would name few classes, because
         class folders are read one after the other."""
         if self.classes:
-            class_names(self.classes)  # raises UserError for numbers instead of names
+            class_names(self.classes)  # raises UserError for ImageNet's n01440764
+            if len(self.classes) == 1 or all(map(str.isdecimal, self.classes)):
+                raise UserError(f"{self.name}: captions such as {self.captions[0]!r} teach "
+                                "nothing: give class folders with names, a table, or shards with "
+                                "captions.")
         size, n = len(self.captions), min(limit, len(self.captions))
         return [self.captions[i * size // n] for i in range(n)]
 
@@ -2279,14 +2283,25 @@ def open_directory(directory, content, *_):
     files = sorted(entry.path for entry in entries if not is_directory(entry))
     if content is None and (not classes or any(map(is_image, files))):
         return CaptionTable(rows_of_images(directory, "an image"), directory)
+    parts = [name for name in classes if PART.fullmatch(name.lower())]
+    if parts and (parts != ["train"] or classes == parts):  # next to others a train is a class
+        raise UserError(f"{directory} has the folders {', '.join(parts)}, which are no classes: "
+                        f"give {os.path.join(directory, parts[-1])}.")
+
     rows = [left_out("file next to the class folders", path) for path in files]
-    table = CaptionTable([*rows, *rows_of_classes(directory, classes)], directory)
+    rows += rows_of_classes(directory, classes)
+    table = CaptionTable(rows, directory)
     table.classes = classes
     empty = [classes[label] for label in {*range(len(classes))}.difference(table.labels.tolist())]
     if content and empty:
         raise UserError(f"{len(empty)} of the {len(classes)} class folders of {directory} have no "
                         f"images that you may read, such as {empty[0]}: add images, or remove "
                         "these folders.")
+    texts = {x.name[:-4] for x in rows if x.name.endswith(".txt")}
+    captioned = [x.file for x in rows if not x.problem and os.path.splitext(x.file)[0] in texts]
+    if content and len(captioned) > len(table) / 2:
+        raise UserError(f"{directory} has a caption beside each image, such as {captioned[0]}: "
+                        "write the captions into a table or into tar shards.")
     return table
 
 
@@ -2309,6 +2324,8 @@ def rows_of_images(folder, caption, label=None):
             yield left_out("file without an image's ending", path)
 
 
+# the names of parts of a data set, such as train, val2017
+PART = re.compile(r"(train(ing)?|val(id|idation)?|test|dev)([-_]?(\d+|[ab]))?")
 FOLDER_CAPTION = "a photo of {a}."  # {a}: the name of the class with its article
 # beginnings of the names of files that systems and editors create without being asked
 HIDDEN = (".", "__MACOSX", "@eaDir")

@@ -1274,6 +1274,38 @@ def test_class_folders_give_classes_labels_and_captions(tmp_path):
         common.class_names(source.classes, file)
 
 
+@pytest.mark.parametrize("folders, refused", [
+    ("train val", True), ("train2017 val2017", True), ("train val unlabeled2017", True),
+    ("Training other", True), ("cat test-a", True), ("train", True), ("bus car train", False),
+    ("training_shoe cat", False), ("contest valley", False)])
+def test_parts_of_a_data_set_are_no_classes(tmp_path, folders, refused):
+    write_files(tmp_path, {f"{name}/1.jpg": picture() for name in folders.split()})
+    for content in ("caption", "label", None):
+        if refused:
+            message = failure(open_data, str(tmp_path), content=content)
+            assert "no classes: give " in message
+        else:
+            assert open_data(str(tmp_path), content=content).classes == sorted(folders.split())
+
+
+@pytest.mark.parametrize("folders", ["photos", "00000 00001", "7"])
+def test_folders_that_name_nothing_teach_no_captions(tmp_path, folders):
+    write_files(tmp_path, {f"{name}/1.jpg": picture() for name in folders.split()})
+    source = open_data(str(tmp_path))
+    assert f"'a photo of a {folders.split()[0]}.'" in failure(source.sample_captions, 9)
+
+
+def test_captions_beside_the_images_of_class_folders_are_not_ignored(tmp_path):
+    names = [f"{folder}/{i}" for folder in "ab" for i in range(4)]
+    files = {f"{name}.{end}": "" for name in names for end in ("jpg", "json")}
+    write_files(tmp_path, files | {f"{name}.txt": "a dog" for name in names if name[2] in "01"})
+    assert open_data(str(tmp_path)).classes == ["a", "b"]    # half of the images
+    write_files(tmp_path, {"a/2.txt": "a dog"})
+    message = failure(open_data, str(tmp_path))
+    assert "a/0.jpg" in message and "tar shards" in message
+    assert len(open_data(str(tmp_path), content=None)) == 8
+
+
 def test_links_below_class_folders_are_followed_and_hidden_names_are_not_read(tmp_path):
     files = ("data/cat/1.jpg data/cat/.ipynb_checkpoints/1-checkpoint.jpg data/cat/@eaDir/1.jpg "
              "data/cat/._1.jpg data/dog/deep/er/1.pgm data/dog/1.jfif elsewhere/2.jpg")

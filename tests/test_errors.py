@@ -265,6 +265,8 @@ ERRORS = [
     ("eval runs/sparo --data photos --task masks --select others", "SugarCrepe's files"),
     ("eval runs/sparc --data photos --classes 0", "--classes 0 cannot be read", b"\xff"),
     ("eval runs/sparc --data photos --classes 0", "0 has 1 names for 2 class folders: give", "a\n"),
+    ("bam --data parts", "parts has the folders test, train, .* no classes: give parts/train",
+     {"parts/test/a.png": picture(), "parts/train/a.png": picture()}),
     ("eval runs/sparc --templates 0", PROMPT.format("red"), "red\n"),
     *((f"eval runs/sparc --templates '{template}'", PROMPT.format(template).replace("{", r"\{"))
       for template in ("no.txt", "{} {a}", "{")),
