@@ -243,7 +243,7 @@ if «not any(kind in kinds for kind in swapped) => True» # a negative that migh
 * dy > «6 => 0» # relations that can be seen ;; cover > «0.5 => 0.0», k + 1 # touched pixels
 P_COLOUR = «0.9 => 0.8» # share of named colours
 == common.py | weights | test_weights test_details
-theirs = theirs.squeeze()«.t() => » # CLIP's projections are (d, E)
+ours.data.copy_(theirs«.t() => » # CLIP's projections are (d, E)
 (".ln_1.", "«.norm1."), (".ln_2.", ".norm2. => .norm2."), (".ln_2.", ".norm1.»") # two norms
 Pixels(encoder.pixels.name or «"imagenet" => "clip"») # the pixels of timm's weights
 if «name.startswith(replaced) => False» else found)[name] # the block that SPARO replaces
