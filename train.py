@@ -1466,7 +1466,8 @@ def describe_captions(tokenizer, tokens, mask, captions, texts):
     unknown = int((tokens == tokenizer.unk).sum()) / max(1, length)
     cut, again = sum(bool(cut) for _, cut in texts) / n, 1 - len(set(captions)) / n
     return (f", captions of {length / n:.1f} tokens; {unknown:.0%} of the tokens are [UNK], "
-            f"{cut:.0%} of the captions are cut, {again:.0%} repeat another")
+            f"{cut:.0%} of the captions are cut, {again:.0%} repeat another. First caption: "
+            f"{captions[0]!r}")
 
 
 def label_texts(labels, classes):

@@ -1580,8 +1580,9 @@ def test_the_first_batch_shows_captions_as_they_are_read(tmp_path, capsys):
         write_files(tmp_path, {f"{i}.jpg": picture()})
     flags = [*SPARC, "--image-size", "16", "--batch", "6", "--data", tmp_path / "table.csv"]
     said, drawn = first_batch(flags, tmp_path / "run")
+    first = "long same" if drawn[0][0] == "[CLS] long same [SEP]" else f"{'long ' * 40}same"
     assert said == ("6 images, captions of 16.0 tokens; 0% of the tokens are [UNK], 50% of the "
-                    "captions are cut, 67% repeat another.")
+                    f"captions are cut, 67% repeat another. First caption: {first!r}.")
     assert drawn.count(("[CLS] long same [SEP]",)) == drawn.count(("", "grey")) == 3
     assert drawn.count((f"[CLS] {'long ' * 30}[SEP]",)) == 3
     assert drawn.count((f"{'long ' * 10}same", "grey")) == 3
