@@ -6,15 +6,16 @@ attention of a view is the softmax of its similarities to the views of all other
 match a target that is made from another view of the same image. Sinkhorn balances the targets, so
 that all columns get the same total weight. A lower temperature sharpens the targets.
 
-There are W ranks. Each rank has n images, so the paper's n is W n. Each image has k views. G of
-them are large (global) and come first. A representation has d numbers, a latent has E numbers.
+There are W ranks (world in all_ranks). Each has n images, so the paper's n is W n. Each image has k
+views. G of them are large (global) and come first; Model: G = 2. A representation has d numbers, a
+latent has E numbers. matching_loss takes p of the n images at a time (in_parts).
 
     symbol    name here                  shape         where
     h = f(x)  image_encoder, readout     (k, n, d)     Sec. 3; the representation, used later
-    z = g(h)  projector, z               (k, n, E)     Sec. 3; latents; arrange: of length 1
+    z = g(h)  projector, z               (k, n, E)     Sec. 3; latents; arrange makes |z| = 1
     Z_m       z_m                        (k, n, E)     App. C; latents of the teacher, or z
     (none)    c                          (m, E)        z_m of the m = W G n large views of all ranks
-    S, S hat  similarities               (k n, m)      Sec. 3.1, Eq. 3; cosines of z and c
+    S, S hat  similarities               (k n, m)      Eq. 3; cosines with c: of z for A, z_m for B
     A         attention                  (k n, m)      Eq. 1; row a_i^j: view j of image i
     B         sinkhorn                   (k n, m)      Eq. 4; the targets; App. C calls them T
     tau       tau                        scalar        Eq. 1; temperature of A
@@ -23,8 +24,8 @@ them are large (global) and come first. A representation has d numbers, a latent
 
 The authors' code is https://github.com/DanielShalam/BAM at fd85871; (FILE:LINE) is a place in it.
 `python tests/parity.py bam PATH` trains both for 40 steps; losses differ by about 1e-15.
-Differs from the paper, as the authors' code does (search for "differs" for all other places):
-  * Only large views are columns of S (bam_loss.py:141) and targets (bam_loss.py:106).
+Differs from the paper, as the authors' code does (search for "differs" for the rest):
+  * Only large views are columns of S (bam_loss.py:141) and targets (bam_loss.py:106; not Sec. 3.5).
   * S leaves out similarities of views of one image (bam_loss.py:63, 115). --mask zero is Eq. 3.
   * Sinkhorn has three iterations (bam_loss.py:34) and normalises columns first (bam_loss.py:292).
   * The loss is a mean over pairs of views and over images (bam_loss.py:128); Eq. 5 is a sum.
@@ -52,7 +53,7 @@ class Config:
     tau_b: float = 0.05   # temperature of the targets, below tau to sharpen them (Sec. 3.4, App. F)
     sinkhorn_iters: int = 3  # Sinkhorn iterations for the targets (authors' bam_loss.py:34)
     # what happens to similarities of views of one image. exclude: left out. zero: 0 (Eq. 3).
-    # self: 0 only between a view and itself. none: kept. The last two are readings of Table 1.
+    # self: 0 for a view with itself alone. none: kept. Table 1 can mean self or none.
     mask: Literal["exclude", "zero", "self", "none"] = "exclude"
     teacher: bool = True  # use a teacher, a moving average of the network, for targets (App. C)
     ema: float = 0.995    # first momentum of the teacher, rises to 1 (authors' main_pretrain.py:99)
@@ -75,11 +76,12 @@ def fp32(function):
 
 
 def all_ranks(x):
-    """The default gather. It joins the rows x (B, ...) of all ranks to (world * B, ...), in the
-    order of the ranks. Gradients flow back (Gather, below). An initialised process group suffices.
-    Without one, it returns x. All ranks must call it, with one shape. A loss takes the rows of this
-    rank. DDP averages the gradients. To validate on one rank, call the model itself, not its DDP
-    wrapper, with gather=lambda x: x. DDP's forward sends buffers and would wait for all ranks."""
+    """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
+    order of the ranks. Gradients flow back (Gather, below). Without a process group, it returns x.
+    On several GPUs call dist.init_process_group and wrap the model in DDP, which averages the
+    gradients; nothing else. Each rank gives its own rows, equally many. To validate on one rank,
+    call the model itself, not its DDP wrapper, with gather=lambda x: x. DDP's forward sends buffers
+    and would wait for all ranks."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
@@ -101,23 +103,22 @@ def attention(S, tau, log=False):
 
 # S hat(i, j) = 0 if i = j (mod n), else S(i, j)                                     (Eq. 3)
 def mask_positives(S, row_ids, column_ids, mask="exclude"):
-    """S (R, C) -> S hat. i = j (mod n) where the image ids (R,), (C,) are equal."""
-    # differs: "exclude", the default, has -inf for 0: softmax and Sinkhorn leave positives out
-    # (bam_loss.py:63, 115). The value is -1e30, because 0 * log A would be NaN with -inf.
+    """S (R, C) -> S hat. row_ids (R,), column_ids (C,): images; equal ids are i = j (mod n)."""
+    # differs: "exclude" has -inf for 0 (header), here -1e30: 0 * log A would be NaN with -inf
     value = {"exclude": -1e30, "zero": 0.0, "self": 0.0, "none": None}[mask]
     return S if mask == "none" else S.masked_fill(row_ids[:, None] == column_ids, value)
 
 
 # B = argmin_B' <-S, B'> - tau_B entropy(B'),  B' doubly stochastic                  (Eq. 4)
-# What runs: K = exp(S / tau_B), then in turn K / sums of columns, K / sums of rows (Sec. 3.3)
+# What runs, with logarithms: K = exp(S / tau_B), in turn K / column sums, K / row sums (Sec. 3.3)
 @fp32
 @torch.no_grad()
 def sinkhorn(S, tau, iters, *, gather=all_ranks):
-    """S (..., rows, columns), tau: tau_B -> B, without gradient. A row sums to 1. A column sums to
-    about rows / columns (bam_loss.py:289). This is 1 for the square S of the paper. Each rank has
-    its own rows of S, so columns need `gather`."""
+    """S (..., rows, columns), tau: tau_B -> B, without gradient. A row sums to 1. Summed over all
+    ranks, a column is about (rows of all ranks) / columns (bam_loss.py:289), in bam_loss k / G.
+    This is 1 for the square S of the paper. `gather` joins the columns' sums of all ranks."""
     log_K = S / tau
-    for _ in range(iters):  # differs: columns first (bam_loss.py:292); the paper begins with rows
+    for _ in range(iters):  # differs: columns first. [None]: a dimension for the ranks, (W, 1, m)
         log_K -= gather(log_K.logsumexp(-2, keepdim=True)[None]).logsumexp(0)  # columns
         log_K -= log_K.logsumexp(-1, keepdim=True)                             # rows
     return log_K.exp_()
@@ -125,7 +126,7 @@ def sinkhorn(S, tau, iters, *, gather=all_ranks):
 
 # L_SA-matching = sum_{j != j'} sum_i CE(a_i^j, a_i^j')                              (Eq. 2)
 # L_BAM         = sum_{j != j'} sum_i CE(b_i^j, a_i^j'),  CE(b, a) = -<b, log a>     (Eq. 5)
-# Eq. 2 is Eq. 5 with A in place of B (ablated_loss, below). sum_i runs in matching_loss.
+# Eq. 2 is Eq. 5 with A in place of B. ablated_loss, below, does this, with tau_B in the target.
 def matching(B, log_A):
     """B (G, p, m), log A (k, p, m) of p images -> the loss of each image (p,)."""
     loss = 0
@@ -176,8 +177,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
     z, z_m, c, row_ids, column_ids = arrange(z, n_views, G, teacher, mask, gather)
     with torch.no_grad():  # targets have no gradient (Sec. 4.1)
         B = sinkhorn(similarities(z_m, c, row_ids, column_ids, mask), tau_b, iters, gather=gather)
-    # differs: small views are balanced, but are no targets (bam_loss.py:106). In Sec. 3.5 they are.
-    B = B.unflatten(0, row_ids.shape)[:G]                                # (G, n, m)
+    B = B.unflatten(0, row_ids.shape)[:G]  # (G, n, m)  differs: small views are no targets
     found = matching_loss(z, B, c, row_ids, column_ids, mask, tau)
     return found if entropies else found[0]
 
@@ -302,7 +302,7 @@ class Model(nn.Module):
 
 
 class Gather(torch.autograd.Function):
-    """x (B, ...) of each rank -> (world * B, ...). The backward pass sums the gradients that all
+    """x (R, ...) of each rank -> (world * R, ...). The backward pass sums the gradients that all
     ranks have for this rank's rows; DDP averages later. torch's all_gather has no gradient."""
 
     @staticmethod
@@ -1258,7 +1258,8 @@ def logistic_regression(head, x, labels, l2):
 
 if __name__ == "__main__":
     print("Image 1 of four is a hub: all others are similar to it. A target says how similar an\n"
-          "image should be to each other image. What each of the four gets from all targets:")
+          "image should be to each other image. What each of the four gets from all targets\n"
+          "(balanced: after 50 iterations):")
     S = torch.tensor([[-1e30, 0.5, 0.5, 0.5], [0.5, -1e30, 0.4, 0.0],
                       [0.5, 0.4, -1e30, 0.0], [0.5, 0.0, 0.0, -1e30]])    # masked (Eq. 3)
     targets = {"softmax (Eq. 1)": attention(S, 0.1), "balanced (Eq. 4)": sinkhorn(S, 0.1, 50)}
@@ -1266,15 +1267,17 @@ if __name__ == "__main__":
         print(f"  {name:17}", *[f"{share:5.2f}" for share in B.sum(0)])
     print("The loss never compares two views of one image. It compares their similarities to all\n"
           "other images. Yet the two views become similar. Their cosine after 0, 40, 80 and 120\n"
-          "steps, with targets that are:")
-    for name, target in ("softmax (Eq. 2)", "softmax"), ("balanced (Eq. 5)", "balanced"):
+          "steps, with targets (tau_B: 0.05) that are:")
+    for name, target in ("softmax, tau_B", "softmax"), ("balanced (Eq. 5)", "balanced"):
         torch.manual_seed(0)
         z, cosines = torch.randn(256, 32, requires_grad=True), []         # 2 views of 128 images
         settings = Settings(target=target, teacher=False)
         for step in range(121):
             ablated_loss(z, 2, None, 2, settings)[0].backward()
             if step % 40 == 0:
-                cosines.append(F.cosine_similarity(*z.detach().chunk(2)).mean())
+                cosines.append(F.cosine_similarity(*z.detach().chunk(2)).mean().item())
             z.data -= 200 * z.grad
             z.grad = None
-        print(f"  {name:17}", *[f"{cosine:5.2f}" for cosine in cosines])
+        print(f"  {name:17}", *[f"{round(cosine, 2) + 0.0:5.2f}" for cosine in cosines])  # no -0.00
+    print("Balanced targets give the hub no larger share, and here the two views become more\n"
+          "similar.")

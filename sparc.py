@@ -24,7 +24,7 @@ caption. Encoders have the width d, embeddings the width E, which is the paper's
     L_g         global_loss             scalar      Eq. 1
     L_f         fine_grained_loss       scalar      Eq. 6; the fine-grained loss
 
-Differs from the paper (search for "differs" for all other places):
+Differs from the paper (search for "differs" for the rest):
   * If all similarities of a word are equal, Eq. 2 is 0 / 0. Each patch then gets 1 / P.
   * [CLS] and [SEP] are not words: tbar and L_f leave them out. 53 of Sec. 4.1's 55 tokens remain.
   * vbar and tbar follow Sec. 2. Listing 1's vbar has no h_v, its tbar includes the padding.
@@ -56,8 +56,7 @@ class Config:
     embed_dim: int = 512         # width of the shared embedding space (Sec. D.1)
     lambda_g: float = 0.5        # weight of the global loss L_g (Eq. 7, Sec. D.4)
     lambda_f: float = 1.0        # weight of the fine-grained loss L_f; 0.5, 1, 5, 10 in D.4
-    # sigma of Eq. 3: patches with a lower scaled similarity get weight 0; None, if neither flag nor
-    # preset sets it: 1 / P
+    # sigma of Eq. 3: lower scaled similarities get weight 0. None (no flag, no preset): 1 / P
     sigma: float | None = None
     init_scale: float = 1 / 0.07  # 1 / temperature at the start of training (CLIP, Sec. 2.5)
     # weights of patches: sparse (Eq. 2-4), dense (no threshold), or softmax (Table 8)
@@ -79,11 +78,12 @@ def fp32(function):
 
 
 def all_ranks(x):
-    """The default gather. It joins the rows x (B, ...) of all ranks to (world * B, ...), in the
-    order of the ranks. Gradients flow back (Gather, below). An initialised process group suffices.
-    Without one, it returns x. All ranks must call it, with one shape. A loss takes the rows of this
-    rank. DDP averages the gradients. To validate on one rank, call the model itself, not its DDP
-    wrapper, with gather=lambda x: x. DDP's forward sends buffers and would wait for all ranks."""
+    """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
+    order of the ranks. Gradients flow back (Gather, below). Without a process group, it returns x.
+    On several GPUs call dist.init_process_group and wrap the model in DDP, which averages the
+    gradients; nothing else. Each rank gives its own rows, equally many. To validate on one rank,
+    call the model itself, not its DDP wrapper, with gather=lambda x: x. DDP's forward sends buffers
+    and would wait for all ranks."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
@@ -92,14 +92,14 @@ def all_ranks(x):
 # cross_entropy(x, i) is -1/B sum_i log softmax(x_i)_i.
 @fp32
 def global_loss(v, t, scale, *, gather=all_ranks):
-    """CLIP's loss of vbar (v) and tbar (t), (B, E), this rank's rows, normalised here -> scalar.
-    scale: 1 / tau, from 1 to 100, not its logarithm. A bare nn.Parameter is refused. A clamped
-    log-scale can pass the check unseen. gather: see all_ranks. Gradients accumulated over small
-    batches differ from those of one large batch: each small batch has fewer negatives."""
+    """CLIP's loss. v, t (B, E): the paper's vbar, tbar of this rank, normalised here -> scalar.
+    scale: 1 / tau, from 1 to 100, not its logarithm. The check accepts a log-scale from 1 to 4.6
+    that is no nn.Parameter. gather: see all_ranks. Gradients accumulated over small batches differ
+    from those of one large batch: each small batch has fewer negatives."""
     check_pairs(v, t, scale)
-    vbar, tbar = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
-    v_to_t = scale * vbar @ gather(tbar).T           # (B, world * B)  cos(vbar_i, tbar_j) / tau
-    t_to_v = scale * tbar @ gather(vbar).T           # (B, world * B)  cos(tbar_i, vbar_j) / tau
+    v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
+    v_to_t = scale * v @ gather(t).T                 # (B, world * B)  cos(vbar_i, tbar_j) / tau
+    t_to_v = scale * t @ gather(v).T                 # (B, world * B)  cos(tbar_i, vbar_j) / tau
     i = own_columns(v_to_t)                          # (B,), the columns j = i
     return (F.cross_entropy(v_to_t, i) + F.cross_entropy(t_to_v, i)) / 2
 
@@ -108,6 +108,7 @@ def global_loss(v, t, scale, *, gather=all_ranks):
 # shat_lp = (s_lp - min_k s_lk) / (max_k s_lk - min_k s_lk)                      (Eq. 2)
 # stil_lp = shat_lp if shat_lp >= sigma else 0                                   (Eq. 3)
 # a_lp = stil_lp / sum_{r=1..P} stil_lr                                          (Eq. 4)
+# The paper has jk for lp in Eq. 3 and 4, and phi for cos.
 @fp32
 def alignment_weights(tokens, patches, threshold=None):
     """The weight that each token gives each patch; the weights of a token sum to 1.
@@ -117,7 +118,8 @@ def alignment_weights(tokens, patches, threshold=None):
     s = tokens @ patches.transpose(1, 2)                        # (B, L, P)
     low, high = s.amin(-1, keepdim=True), s.amax(-1, keepdim=True)  # (B, L, 1)
     equal = high == low  # differs from Eq. 2, which is 0 / 0: all weights are equal
-    s_hat = torch.where(equal, 1.0, (s - low) / (high - low).masked_fill(equal, 1.0))
+    span = (high - low).masked_fill(equal, 1.0)  # no 0 / 0, also not in the gradient
+    s_hat = torch.where(equal, 1.0, (s - low) / span)
     s_til = torch.where(s_hat < sigma, 0.0, s_hat)
     return s_til / s_til.sum(-1, keepdim=True)
 
@@ -129,9 +131,9 @@ def alignment_weights(tokens, patches, threshold=None):
 def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
                       token_mean="caption", gather=all_ranks):
     """The fine-grained loss L_f. tokens t_l (B, L, E) and patches v_p (B, P, E), not normalised ->
-    scalar. mask (B, L): True on words, words_only(mask of tokens). scale: 1 / tau, from 1 to 100.
-    align(tokens, patches) -> a (B, L, P), Eq. 2-4. Only token_mean="batch" uses gather. An inverted
-    mask raises no error. Swapped tokens and patches raise none if L = P.
+    scalar. mask (B, L): True on words; words_only makes it from the tokens' mask. scale: 1 / tau,
+    from 1 to 100. align(tokens, patches) -> a (B, L, P), Eq. 2-4. Only token_mean="batch" uses
+    gather. An inverted mask raises no error. Swapped tokens and patches raise none if L = P.
 
     L_f can fall although the model ignores the images. To see this, log also L_f with
     patches.roll(1, 0) (FullModel.diagnose). This second loss must be much larger than L_f.
@@ -150,24 +152,23 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
 # l_i = -1/2 sum_j [ log softmax_k(cos(c_ij, t_ik) / tau)_j
 #                  + log softmax_k(cos(t_ij, c_ik) / tau)_j ]      (Eq. 6, inner half)
 @fp32
-def sequence_losses(c, t, mask, scale):
-    """c, t (B, L, E), mask (B, L), True on words -> l (B,), 0 for a caption without words. The
-    negatives of a word are the other words of its caption, so no other caption is needed."""
+def sequence_losses(c, t, words, scale):
+    """c, t (B, L, E), words (B, L) -> l (B,), 0 for a caption without words. The negatives of a
+    word are the other words of its caption, so no other caption is needed."""
     c, t = F.normalize(c, dim=-1), F.normalize(t, dim=-1)
     logits = scale * c @ t.transpose(1, 2)   # (B, L, L), [i, j, k] is cos(c_ij, t_ik) / tau
-    no_word = ~mask[:, None, :]              # (B, 1, L)
+    no_word = ~words[:, None, :]             # (B, 1, L)
     lowest = torch.finfo(logits.dtype).min   # -inf would be NaN in a caption without words
     c_to_t = logits.masked_fill(no_word, lowest).log_softmax(-1)
     t_to_c = logits.transpose(1, 2).masked_fill(no_word, lowest).log_softmax(-1)
     log_p = c_to_t.diagonal(dim1=1, dim2=2) + t_to_c.diagonal(dim1=1, dim2=2)   # (B, L)
-    return -0.5 * log_p.masked_fill(~mask, 0.0).sum(1)
+    return -0.5 * log_p.masked_fill(~words, 0.0).sum(1)
 
 
 # L_f = 1/B sum_i l_i / L_i                                        (Eq. 6, outer half)
-def mean_of_words(losses, mask, token_mean="caption", gather=all_ranks):
-    """losses l (B,), mask (B, L), True on words -> scalar. token_mean "batch" is listing 1, below.
-    """
-    count = mask.sum(1)                      # (B,), L_i
+def mean_of_words(losses, words, token_mean="caption", gather=all_ranks):
+    """losses l (B,), words (B, L) -> scalar. token_mean="batch" is listing 1 (below)."""
+    count = words.sum(1)                     # (B,), L_i
     if token_mean != "caption":
         return mean_of_batch(losses, count, token_mean, gather)
     return (losses / count.clamp(min=1)).mean()
@@ -187,9 +188,8 @@ def masked_mean(x, mask):
 
 
 class Residual(nn.Sequential):
-    """x + h_v(x). differs: the paper adds no x. Segmentation compares g_v(h_v(x)) of patches x with
-    classes (D.7). g_v is linear, so g_v(x + h_v(x)) = g_v(x) + g_v(h_v(x)). L_f trains the first
-    term, so the segmentation uses what L_f trains."""
+    """x + h_v(x). differs: the paper adds no x. L_f trains g_v(x). With plain h_v segmentation
+    sees only g_v(h_v(x)) (D.7), which L_f does not train; the sum has both."""
 
     def forward(self, x):
         return x + super().forward(x)
@@ -304,7 +304,7 @@ class Model(nn.Module):
 
 
 class Gather(torch.autograd.Function):
-    """x (B, ...) of each rank -> (world * B, ...). The backward pass sums the gradients that all
+    """x (R, ...) of each rank -> (world * R, ...). The backward pass sums the gradients that all
     ranks have for this rank's rows; DDP averages later. torch's all_gather has no gradient."""
 
     @staticmethod
@@ -1237,8 +1237,8 @@ if __name__ == "__main__":
     mask = torch.ones(B, L, dtype=torch.bool)
     one, two = sorted(place[0, :2].tolist())
     print("                                                             cosine of c with\n"
-          f"weights of a word on patches {one + 1} and {two + 1}, in %",
-          "            its word   other words")
+          f"weights of a word that is seen on patches {one + 1} and {two + 1}, in %",
+          "   its word   other words")
     forms = {
         "equal weights": lambda tokens, patches: tokens.new_full((B, L, P), 1 / P),
         "softmax (Table 8)": softmax_weights,
@@ -1252,7 +1252,11 @@ if __name__ == "__main__":
         others = (cosines.mean() - own / L) * L / (L - 1)
         row = " ".join(f"{100 * weight:3.0f}" for weight in a[0, 0])
         print(f"{name:18}{row}{own:14.2f}{others:14.2f}")
+    print("\nHere softmax gives nearly all the weight to one of the word's two patches. The rows\n"
+          "below it use both.")
     right = fine_grained_loss(tokens, patches, mask, 10.0)
     wrong = fine_grained_loss(tokens, patches.roll(1, 0), mask, 10.0)
     print("\nL_f (Eq. 6) is low if c is nearer to its word than to the other words. It is\n"
-          f"{right:.2f} with the right images, and {wrong:.2f} with wrong images.")
+          f"{right:.2f} with the right images, and {wrong:.2f} with wrong images\n"
+          "(guessing: log 4 = 1.39). In a wrong image, too, the patches that are most similar to\n"
+          "a word get the largest weights.")

@@ -7,7 +7,7 @@ from a single head, so it tends to hold a single concept. Both encoders of CLIP 
 similarity of an image and a caption is the mean of the L cosines between their slots.
 
 B images or captions give n outputs of width d each (a caption has n tokens), and L slots of width
-V. Queries have width D, and g = grp_size slots share one K_l (App. A). K' is K transposed.
+V. Queries have width D, and g = grp_size slots share one K_l (App. A).
 
     symbol    name here        shape              where
     H         H                (B, n, d)          Sec. 3.2; the outputs of a transformer
@@ -26,11 +26,11 @@ The authors' code is https://github.com/ankitkv/sparo-clip at 6621a31, a fork of
 https://github.com/facebookresearch/dino at 7c446df. (FILE:LINE) names a line of one of the two.
 `python tests/parity.py sparo PATH` trains both for 60 steps; losses differ by about 1e-14.
 
-Differs from the paper (search for "differs" for the variants):
+Differs from the paper (search for "differs" for the rest):
+  * W and K_l have biases, as in App. A's listing.
   * Captions are WordPiece tokens and end at [SEP]. The paper's tokens are CLIP's, which
     --vocab bpe_simple_vocab_16e6.txt.gz selects.
-  * Embeddings, positions, queries and FDT's codebook do not decay; the authors' do
-    (training/main.py:310).
+  * Embeddings, positions, queries and FDT's codes do not decay; the authors' do (main.py:310).
   * Random crops vary for every photo. The authors use torchvision's, which crop a photo of 3:2
     or 16:9 always alike (transform.py:105; see common.random_crop).
   * The image encoder is initialised as CLIP's text encoder is (transformer.py:703). The authors'
@@ -77,29 +77,30 @@ def fp32(function):
 
 
 def all_ranks(x):
-    """The default gather. It joins the rows x (B, ...) of all ranks to (world * B, ...), in the
-    order of the ranks. Gradients flow back (Gather, below). An initialised process group suffices.
-    Without one, it returns x. All ranks must call it, with one shape. A loss takes the rows of this
-    rank. DDP averages the gradients. To validate on one rank, call the model itself, not its DDP
-    wrapper, with gather=lambda x: x. DDP's forward sends buffers and would wait for all ranks."""
+    """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
+    order of the ranks. Gradients flow back (Gather, below). Without a process group, it returns x.
+    On several GPUs call dist.init_process_group and wrap the model in DDP, which averages the
+    gradients; nothing else. Each rank gives its own rows, equally many. To validate on one rank,
+    call the model itself, not its DDP wrapper, with gather=lambda x: x. DDP's forward sends buffers
+    and would wait for all ranks."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
-# y_l = W K_l H' softmax(H K_l' q_l / sqrt(D))                                      (Eq. 1)
+# y_l = W K_l H^T softmax(H K_l^T q_l / sqrt(D))                                    (Eq. 1)
 #
 # The code computes the same function in another order. q_l does not depend on the image, so
-# K_l' q_l comes first. K_l then projects one pooled vector p_l per slot, not n outputs.
+# K_l^T q_l comes first. K_l then projects one pooled vector p_l per slot, not n outputs.
 class Sparo(nn.Module):
-    """Separate-head attention (Sec. 3.2): outputs (B, n, d) -> slots (B, L, V). Parameters have the
-    names and dimensions of App. A's listing; q has five, so convert only the image encoder to
-    channels_last. Raises ValueError if grp_size does not divide L."""
+    """Separate-head attention (Sec. 3.2). Parameters have the names and dimensions of App. A's
+    listing. q has five dimensions, and channels_last takes four: convert only the image encoder.
+    Raises ValueError if grp_size does not divide L."""
 
     def __init__(self, d, L, V, D, grp_size=1):
         super().__init__()
         check_groups(L, grp_size)
         self.D, self.grp_size, self.nkeys = D, grp_size, L // grp_size
         self.q = nn.Parameter(torch.randn(1, self.nkeys, grp_size, 1, D))
-        self.KVproj = Keys(d, self.nkeys * D)
+        self.KVproj = Keys(d, self.nkeys * D)  # an nn.Linear whose weight is read (below)
         self.Wproj = nn.Linear(D, V)
         nn.init.xavier_uniform_(self.KVproj.weight)
         nn.init.zeros_(self.KVproj.bias)
@@ -109,25 +110,24 @@ class Sparo(nn.Module):
         """Outputs x (B, n, d) -> slots (B, L, V); with return_attn also the attention (B, L, n).
         eos_idx (B,): the index of each caption's last token. Slots ignore the positions after it.
         """
-        H = checked_outputs(x, self.KVproj.in_features)
+        H = checked_outputs(x, self.KVproj.in_features)            # x, checked
         if eos_idx is not None:
             padding = after_end(eos_idx, x)                        # (B, n), below
             H = H.masked_fill(padding[..., None], 0.0)             # 0 * NaN would be NaN
         K = self.KVproj.weight.unflatten(0, (self.nkeys, self.D))  # (L/g, D, d)
-        # u_l = K_l' q_l / sqrt(D)
+        # u_l = K_l^T q_l / sqrt(D)
         u = self.q[0, :, :, 0] @ K * self.D**-0.5                  # (L/g, g, d)
         # a_l = softmax(H u_l)
         scores = F.linear(H, u.flatten(0, 1)).transpose(1, 2)      # (B, L, n)
         if eos_idx is not None:
             scores = scores.masked_fill(padding[:, None], -torch.inf)
         attn = scores.softmax(-1)                                  # (B, L, n)
-        # p_l = H' a_l
+        # p_l = H^T a_l
         p = (attn @ H).unflatten(1, (self.nkeys, self.grp_size))   # (B, L/g, g, d)
         # y_l = W K_l p_l;  i: image or caption, k: one of L/g keys, g: slot of a key
         values = torch.einsum("ikgd,kDd->ikgD", p, K)              # (B, L/g, g, D)
-        # differs: W and K_l have biases, as in App. A's listing. The bias b_l of K_l enters a value
-        # once, because a_l sums to 1. It would add one number to all scores of a slot, and softmax
-        # ignores this number.
+        # differs: biases. K_l's b_l enters a value once, because a_l sums to 1. The scores leave
+        # b_l out: q_l . b_l is one number for all positions of a slot, and softmax ignores it.
         values = values + self.KVproj.bias.view(self.nkeys, 1, self.D)
         y = self.Wproj(values.flatten(1, 2))                       # (B, L, V)
         return (y, attn) if return_attn else y
@@ -149,9 +149,9 @@ def normalize_slots(y):
 def clip_loss(v, t, scale, *, gather=all_ranks):
     """v, t: slots (B, L, V) or encodings (B, M) of this rank's images and captions -> scalar. An
     encoding counts as one slot. The loss normalises v and t. scale: 1 / tau, from 1 to 100, not its
-    logarithm. A bare nn.Parameter is refused. A clamped log-scale can pass the check unseen.
-    gather: see all_ranks. Gradients accumulated over small batches differ from those of one large
-    batch: each small batch has fewer negatives."""
+    logarithm. The check accepts a log-scale from 1 to 4.6 that is no nn.Parameter. gather: see
+    all_ranks. Gradients accumulated over small batches differ from those of one large batch: each
+    small batch has fewer negatives."""
     check_pairs(v, t, scale)
     y_i = normalize_slots(v if v.ndim == 3 else v[:, None])   # (B, M)
     y_t = normalize_slots(t if t.ndim == 3 else t[:, None])   # (B, M)
@@ -230,7 +230,7 @@ class Model(nn.Module):
 
 
 class Gather(torch.autograd.Function):
-    """x (B, ...) of each rank -> (world * B, ...). The backward pass sums the gradients that all
+    """x (R, ...) of each rank -> (world * R, ...). The backward pass sums the gradients that all
     ranks have for this rank's rows; DDP averages later. torch's all_gather has no gradient."""
 
     @staticmethod
@@ -1044,5 +1044,5 @@ if __name__ == "__main__":
             colour, shape = attn[:, l, :2].mean(0)
             print(f"{name.format(l + 1):15}{colour:6.0%}{shape:8.0%}", end="")
             print(f"{found[0]:10.0%}{found[1]:8.0%}")
-    print("\nNothing tells a slot what to look for, and yet each slot comes to look mostly at the\n"
-          "colour or at the shape. One wide head has both in one vector.")
+    print("\nNothing tells a slot what to look for, and yet each slot comes to prefer the\n"
+          "colour or the shape (an equal share is 10 %). One wide head has both in one vector.")

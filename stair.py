@@ -12,15 +12,15 @@ B images or captions have n outputs of width d each. The vocabulary has |V| word
     symbol      name here            shape            where
     f, g        image_encoder, image_head             Eq. 1; for texts: text_encoder, text_head
     h_j         h                    (B, n, d)        Eq. 4; an encoder's output at position j
-    transform   transform            d -> D           Eq. 4; `encode` gets h_e = transform(h)
+    transform   transform            d -> D           Eq. 4; h_e = transform(h), of e's width D
     e, b        e, b                 (|V|, D), (|V|,) Eq. 4; e: the text encoder's embedding
     p(h_j)      p                    (B, n, |V|)      Eq. 4
     enc         v of images, t of texts  (B, |V|)     Eq. 5; the weights of the words; E() of Eq. 1
     mask(y)     caption_mask         (B, |V|)         Eq. 8; 1 if the caption has the token
     lambda_1,2  lambda_image, _text  scalar           Eq. 7
-    1 / T       scale                scalar           Eq. 3; learned
+    T           1 / scale            scalar           Eq. 3; learned
 
-Differs from the paper:
+Differs from the paper (search for "differs" for the rest):
   * Up to stage `revive_until`, a word of the caption gets a gradient even at weight 0. The preset
     b16 does not do this. The paper's ReLU stops this gradient, so a word that the image encoder
     does not see at first can never come back.
@@ -67,24 +67,25 @@ def fp32(function):
 
 
 def all_ranks(x):
-    """The default gather. It joins the rows x (B, ...) of all ranks to (world * B, ...), in the
-    order of the ranks. Gradients flow back (Gather, below). An initialised process group suffices.
-    Without one, it returns x. All ranks must call it, with one shape. A loss takes the rows of this
-    rank. DDP averages the gradients. To validate on one rank, call the model itself, not its DDP
-    wrapper, with gather=lambda x: x. DDP's forward sends buffers and would wait for all ranks."""
+    """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
+    order of the ranks. Gradients flow back (Gather, below). Without a process group, it returns x.
+    On several GPUs call dist.init_process_group and wrap the model in DDP, which averages the
+    gradients; nothing else. Each rank gives its own rows, equally many. To validate on one rank,
+    call the model itself, not its DDP wrapper, with gather=lambda x: x. DDP's forward sends buffers
+    and would wait for all ranks."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
 # M(x, y) = cos(enc(x), enc(y))                                                      (Eq. 2)
 # L_con = -1/B sum_i log( exp(M(x_i, y_i) / T) / sum_j exp(M(x_i, y_j) / T) )        (Eq. 3)
+# The paper sums over D_i and divides by |D|: here x_i with the captions of all ranks, and B.
 # cross_entropy(x, i) is -1/B sum_i log( exp(x_ii) / sum_j exp(x_ij) ).
 @fp32
 def contrastive_loss(v, t, scale, *, gather=all_ranks):
-    """The mean of Eq. 3 and its mirror, from text to image, a scalar. v, t (B, |V|): enc of this
-    rank's images and of their captions, normalised here. scale: 1 / T, from 1 to 100, not its
-    logarithm. A bare nn.Parameter is refused. A clamped log-scale can pass the check unseen.
-    gather: see all_ranks. Gradients accumulated over small batches differ from those of one large
-    batch: each small batch has fewer negatives."""
+    """The mean of Eq. 3 and its mirror. v, t (B, |V|): enc of this rank's images and captions,
+    normalised here -> scalar. scale: 1 / T, from 1 to 100, not its logarithm. The check accepts a
+    log-scale from 1 to 4.6 that is no nn.Parameter. gather: see all_ranks. Gradients accumulated
+    over small batches differ from those of a large one: each small batch has fewer negatives."""
     check_pairs(v, t, scale)
     v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
     t = F.normalize(t, dim=-1, eps=0.5)
@@ -121,9 +122,9 @@ class TokenProjectionHead(nn.Module):
     """Eq. 4 and 5: an encoder's outputs (B, n, d) -> enc (B, |V|).
 
     embedding: the nn.Embedding (|V|, D) that the text encoder reads, so that a weight belongs to a
-    word. Both heads share it; a model that has it under another name deletes it here and gives
-    `forward` its weight, as Model does. The weight is read, not looked up: an adapter (LoRA) of the
-    embedding changes nothing here. special: ids of tokens that are never active, 0 to |V| - 1.
+    word. Both heads share it. To keep one name in checkpoints, delete it here and pass its weight
+    as e, as Model does. Only its weight is read, so an adapter (LoRA) of it has no effect.
+    special: ids of tokens that are never active, 0 to |V| - 1.
     """
 
     def __init__(self, d, embedding, special=()):
@@ -148,8 +149,7 @@ class TokenProjectionHead(nn.Module):
             h = h.masked_fill(~mask[..., None], 0.0)                     # 0 * NaN would be NaN
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)  # special tokens are never active
-        # streamed (below) is encode in less memory. differs: `revived` words get a gradient at 0
-        return streamed(self.transform(h), e, b, mask, revived, self.training)
+        return streamed(self.transform(h), e, b, mask, revived, self.training)  # differs: revived
 
 
 # mask(y)_k = 1 if token k is in the caption y                                       (Eq. 8)
@@ -165,8 +165,8 @@ class Model(nn.Module):
     text_encoder(tokens, mask) -> (B, n, text_width). text_encoder.embedding is the nn.Embedding
     (|V|, D) that the encoder reads; text_encoder.special has the ids of tokens that are not words.
     The model begins in stage 1. Call after_update after each update, or both lambdas stay 0. Make a
-    new optimizer and a new DDP for each stage, or in stage 3 the image encoder does not learn, or
-    differs between ranks. No error tells of this. A training loop needs these lines per stage:
+    new optimizer and a new DDP for each stage. With those of stage 2 the image encoder would not
+    learn in stage 3, or would get other weights on each rank. Neither raises an error. Each stage:
 
         model.begin_stage(number, fresh=True)            # 1, then 2, then 3
         parallel = DDP(model) if ranks > 1 else model    # again, because stage 2 freezes parameters
@@ -187,8 +187,8 @@ class Model(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
         self.register_buffer("image_embedding", embedding.weight.detach().clone())  # see image_e
         self.register_buffer("strength", torch.tensor(0.0))  # factor of both lambdas, 0 to 1
-        # Encodings depend on the tensor, which averages of the model copy. Gradients depend on
-        # `number`, the same stage as an int, because reading the tensor would wait for the GPU.
+        # Encodings read the buffer `stage`, because copies of the model (averages of its weights)
+        # copy buffers. The int `number` decides what learns: reading `stage` waits for the GPU.
         self.register_buffer("stage", torch.tensor(1))
         self.number = 1
         self.register_load_state_dict_post_hook(continue_stage)  # below
@@ -217,6 +217,7 @@ class Model(nn.Module):
 
     def image_e(self):  # in stage 2 the copy of e from the end of stage 1, else the shared e
         e, learns = self.text_encoder.embedding.weight, self.number != 2
+        # detached: torch.where would give e only zeros, after the head's whole backward pass
         return torch.where(self.stage == 2, self.image_embedding, e if learns else e.detach())
 
     # E(x) = g(f(x)), here enc                                                       (Eq. 1)
@@ -239,8 +240,7 @@ class Model(nn.Module):
         Returns {"loss": scalar, and scalars to log}."""
         cfg, scale = self.config, self.log_scale.exp()
         tokens, mask = batch["tokens"], batch["mask"]
-        # differs: up to stage revive_until, a caption's words get a gradient even at weight 0.
-        revives = self.number <= cfg.revive_until
+        revives = self.number <= cfg.revive_until                 # differs (header)
         revived = self.caption_words(tokens, mask) > 0 if revives else None   # (B, |V|)
         v = self.image_encoding(batch["images"], revived)         # (B, |V|)
         t = self.text_encoding(tokens, mask, revived)             # (B, |V|)
@@ -294,7 +294,7 @@ class Model(nn.Module):
 
 
 class Gather(torch.autograd.Function):
-    """x (B, ...) of each rank -> (world * B, ...). The backward pass sums the gradients that all
+    """x (R, ...) of each rank -> (world * R, ...). The backward pass sums the gradients that all
     ranks have for this rank's rows; DDP averages later. torch's all_gather has no gradient."""
 
     @staticmethod
@@ -873,9 +873,10 @@ def boolean_query(text, index):
 if __name__ == "__main__":
     print("A picture shows three of 40 words, and its caption names them. Pictures and captions\n"
           "get a weight for each word (Eq. 4, 5). The weights of a picture and of its caption\n"
-          "learn to agree (Eq. 3). Few words may be active (Eq. 6).\n\n"
+          "learn to agree (Eq. 3). Few words may be active (Eq. 6). With mask(y), only the words\n"
+          "of its own caption may be active in a caption's vector (Eq. 8, stage 1).\n\n"
           "                   caption    three best\n"
-          "                     found   words right   words of a picture with their weights")
+          "              found of 128   words right   words of a picture with their weights")
     names = ("cat dog horse bird fish cow sheep bear car bus train boat bike plane red blue "
              "green black white brown man woman child baby tree grass snow sand sea sky street "
              "house door chair table bed ball kite pizza cake").split()

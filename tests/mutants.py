@@ -110,15 +110,15 @@ batch=16384, steps=«1_200_000 => 600_000» # Sec. 4.2 ;; optimizer="lamb", beta
 schedule="linear", weight_decay=1e-«2 => 1» # Sec. 4.2 ;; warmup=«10_000 => 1000», clip_grad=0.0 # Sec. 4.2
 stages="single", steps=«600_000 => 300_000» # App. A ;; lr=2e-3, lr_3=«1.0 => 0.1» # tiny, as the docstring says
 == sparc.py | sparc | test_sparc test_statistics test_details
-v_to_t = «scale * vbar => vbar» @ gather(tbar).T # tau in Eq. 1
-t_to_v = scale * tbar @ «gather(vbar) => vbar».T # the images of one rank
+v_to_t = «scale * v => v» @ gather(t).T # tau in Eq. 1
+t_to_v = scale * t @ «gather(v) => v».T # the images of one rank
 F.cross_entropy(t_to_v, i))« / 2 => » # the mean of both directions
 return «rank => 0» * B + torch.arange(B, device # positives of this rank
 sigma = 1 / «patches.shape => tokens.shape»[1] if # Eq. 3: 1 / P
 torch.where(s_hat <« => =» sigma, 0.0, s_hat) # Eq. 3 keeps sigma
 return s_til / s_til.sum(-1, keepdim=True)« => .detach()» # gradient of Eq. 4
-no_word = ~mask[:, «None, : => :, None»] # padding is no negative
--0.5 * «log_p.masked_fill(~mask, 0.0).sum => log_p.sum»(1) # padding is no anchor
+no_word = ~words[:, «None, : => :, None»] # padding is no negative
+-0.5 * «log_p.masked_fill(~words, 0.0).sum => log_p.sum»(1) # padding is no anchor
 «(losses / count.clamp(min=1)).mean => losses.sum() / count.sum»() # Eq. 6: words, then captions
 words = «gather(count.to(losses.dtype)[:, None] => count.to(losses.dtype»).mean() # words of one rank
 F.pad(mask[:, «2:], (1 => 1:], (0», 1)) # [CLS] is no word
