@@ -372,8 +372,9 @@ class ViT(Encoder):
                  eps=1e-6, patch_bias=True, drop_path=0.0, pixels=""):
         super().__init__()
         if image_size % patch_size:
+            multiple = max(1, image_size // patch_size) * patch_size
             raise UserError(f"image_size {image_size} is not a multiple of patch_size "
-                            f"{patch_size}: give another --image-size.")
+                            f"{patch_size}: give {multiple}.")
         if positions not in ("learned", "sincos"):
             raise UserError(f"positions must be learned or sincos, not {positions!r}.")
         if stem and math.prod(stride for _, stride in stem) != patch_size:

@@ -781,12 +781,12 @@ class Flags:
     # split of --data, if the data have splits; without it test, or val for Pascal VOC and DAVIS
     split: str | None = None
     # largest number of samples for each task and picture: random samples of class folders and
-    # labelled shards, else the first samples. Without a limit: all of --data; with neither flag
-    # 1,000 to evaluate, 20,000 to learn from
+    # labelled shards, else the first samples; without it all of --data; without --data, 1,000 to
+    # evaluate and 20,000 to learn from
     limit: int | None = None
     # file of class names, one a line: line i (from 0) names the sorted folder i, or label i of
-    # shards. But lines that are the folders' names in another order rename nothing: line i is the
-    # folder of label i in the shards of --train-data
+    # shards; lines that are the folders' names in another order are the folders of labels 0, 1, ...
+    # in the shards of --train-data
     classes: str | None = None
     # zero-shot prompts, in which {} stands for the name of a class and {a} for the name with its
     # article; or one file of prompts, one a line
@@ -817,9 +817,8 @@ class Flags:
     # training of the linear probe: adamw follows SPARO (C.1), sgd follows BAM (D.1), lbfgs is the
     # logistic regression of BAM's transfer (D.3); without it the run's --probe
     probe: Literal["adamw", "sgd", "lbfgs"] | None = None
-    # learning rate of the probe sgd, which then learns from all training images, as in BAM
-    # (Table 9b: .002 for ViT, .3 for ResNet-50); without it the best of five rates on a tenth of
-    # the training images, which it does not learn from
+    # learning rate of the probe sgd, which then learns from all training images (BAM, Table 9b:
+    # .002 for ViT, .3 for ResNet-50); without it a tenth of the images chooses among five rates
     probe_lr: float | None = None
 
     # search the images of --data instead of evaluating: a query is a caption or, for STAIR, words
@@ -2301,7 +2300,7 @@ def draw_pair(embedder, image, caption):
 
 
 def draw_word_maps(embedder, data):
-    """Where at most eight words of a caption lie in its image (SPARC, Eq. 4; STAIR, Fig. 10)."""
+    """Which patches at most eight words of a caption weight (SPARC, Eq. 4)."""
     rows = []
     for image, caption in zip(*take(embedder, data, 8)):
         complete = set(caption_words(caption))  # a token may be a piece of a word
@@ -2312,6 +2311,11 @@ def draw_word_maps(embedder, data):
     note = (f"{BRIGHTNESS} STAIR's weights are p(h_j) in Eq. 4 minus the lowest of the map, and "
             f"need no text encoder. At most eight words of a caption are shown.")
     return lit_sheet(title, note, rows)
+
+
+def draw_word_scores(embedder, data):
+    """Where at most eight words of a caption lie in its image (STAIR, Fig. 10)."""
+    return draw_word_maps(embedder, data)
 
 
 def draw_segmentation(embedder, data):
@@ -2503,7 +2507,7 @@ PICTURES = {
     "segmentation": Row(draw_segmentation, ("maps",), "encode_patches", PROMPTS),
     "slots": Row(draw_slots, IMAGES, "slots", ("classes",)),
     "words": Row(draw_words, IMAGES, "image_encoding", ("classes",)),
-    "queries": Row(draw_word_maps, IMAGES, "word_maps", ("classes",)),
+    "queries": Row(draw_word_scores, IMAGES, "word_maps", ("classes",)),
     "heads": Row(draw_heads, IMAGES, "head_maps"),
     "samples": Row(draw_samples, IMAGES, "encode_text", ("classes",)),
     "neighbours": Row(draw_neighbours, ("captioned", "labelled")),
@@ -2883,8 +2887,9 @@ def print_table(runs):
             values = [row[metric] for row in found if metric in row]
             n = f" (n = {len(values)})" if len(every) > len(runs) else ""
             cells.append(in_digits(mean(values), 3) + n if values else "not measured")
-        chance = [row[f"{metric}/chance"] for row in every if f"{metric}/chance" in row]
-        cells.append(in_digits(mean(chance), 3) if chance else "")
+        chance = {mean([row[f"{metric}/chance"] for row in found if f"{metric}/chance" in row])
+                  for found in runs.values() if any(f"{metric}/chance" in row for row in found)}
+        cells.append(", ".join(in_digits(level, 3) for level in sorted(chance)))
         print(f"| {metric} | " + " | ".join(cells) + " |")
 
 

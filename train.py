@@ -43,8 +43,8 @@ What a signal does:
     SIGUSR1, SIGUSR2, SIGXCPU               The same. torchrun itself dies of these signals, so send
     (Slurm, SGE, LSF)                       SIGTERM to torchrun.
     any, before the first step              The run ends at once. A new directory is removed.
-    any, while BAM looks for boxes          The run saves and ends after the present batch. The
-                                            resumed run looks again.
+    any, while BAM looks for boxes          The run saves after the present batch, and ends. It
+                                            looks again when it is resumed.
     any, during --eval-every                The run was saved before. It ends after the evaluation.
     any, during the last evaluation         The run was saved before. It ends at once.
     a second Ctrl-C                         The run ends at once, without another save.
@@ -102,7 +102,8 @@ class Config:
     out: str | None = None  # directory of the run; without it runs/METHOD, runs/METHOD-2, ...
     # continue the run in --out; flags replace the run's settings, except --method, --preset,
     # --vocab, --vocab-size, --optimizer, --finetune and --init-weights; `--resume auto` begins a
-    # new run if --out has no checkpoint
+    # new run if --out has no checkpoint; with other --steps the learning rate goes on as if the run
+    # had had these steps from the start
     resume: bool = False
     # file in --out that --resume continues from, such as step-10000.pt; the log forgets later
     # steps, and last.pt is written again
@@ -117,9 +118,9 @@ class Config:
     # directory that the file names in --data and --eval-data are relative to; without it the
     # directory of the FILE
     image_root: str | None = None
-    # SPEC of the data for the evaluation at the end; without it the test split of --data, or the
-    # training images if --data has no splits; for shards (.tar) no evaluation; for BAM and DINO
-    # one only on shapes
+    # SPEC of the data for the evaluation at the end; without it the test split of --data, else the
+    # training images; without it shards (.tar) have no evaluation, and BAM and DINO one on shapes
+    # alone
     eval_data: str | None = None
     # vocabulary file, BERT's vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz; without it a
     # vocabulary is trained on the captions of --data
@@ -131,14 +132,12 @@ class Config:
     # smallest area of a training crop, as a fraction of the image's area; 1 resizes the whole
     # image; pictures of `shapes` with captions are neither cropped nor mirrored
     crop_scale: float = 0.9
-    # probability that a training image is mirrored; without it 0 if captions are read, because a
-    # caption that says "left" would become wrong (OpenCLIP and SPARO's authors, transform.py:105,
-    # do not mirror), and .5 otherwise, as BYOL (for BAM and DINO), OWL-ViT's code (for boxes),
-    # DeiT and MoCo-v3 (for labels)
+    # probability that a training image is mirrored; without it 0 with captions, in which "left"
+    # would become wrong, else .5
     flip: float | None = None
     # number of processes per rank that load data; with 0 the training process loads the data;
-    # without it 0 for shapes and on macOS, for files the least of 8, the machine's usable cores for
-    # each of its ranks, and a rank's shards, or its images / its part of --batch
+    # without it 0 for shapes and on macOS, else at most 8, the cores of a rank, and its shards or
+    # its batches in an epoch
     workers: int | None = None
 
     # image encoder, NAME or NAME:setting=value,...; the end of this help lists the names
@@ -147,13 +146,13 @@ class Config:
     text_encoder: str = "12x512"
     # file of pretrained weights to start from: a whole CLIP or, for methods without captions, a ViT
     # whose parameters have timm's names; --image-encoder must give heads, quick_gelu, eps and
-    # pixels, which the file does not hold; no error tells of blurred strides, or of norms after the
-    # attention, which no encoder here has
+    # pixels, which the file does not hold; blurred strides and norms after the attention, which no
+    # encoder here has, pass unnoticed
     init_weights: str | None = None
 
     steps: int = 1000  # number of updates; with 0 the run only evaluates, such as --init-weights
     # number of passes over a FILE or class folders; replaces --steps; readable images replace
-    # unreadable images, and are then shown more often
+    # unreadable ones
     epochs: int | None = None
     # number of pairs or images in a step, summed over all ranks and all parts of --accum-freq
     batch: int = 128
@@ -176,8 +175,7 @@ class Config:
     # steps between two evaluations during training, on at most 1,000 images, with metrics in
     # log.jsonl; BAM and DINO are tested by k-NN alone; 0 evaluates only at the end
     eval_every: int = 0
-    # recipe of the linear probe, adamw (SPARO, 10 epochs) or sgd (BAM, 100 epochs); a training ends
-    # with a probe only for BAM and DINO on shapes; eval.py uses the same recipe
+    # recipe of the linear probe: adamw is SPARO's (10 epochs), sgd is BAM's (100 epochs)
     probe: Literal["adamw", "sgd"] = "adamw"
 
     # precision of the encoders; without it bf16 on a GPU, off on a CPU; losses are always fp32
@@ -190,9 +188,8 @@ class Config:
     # number of parts into which a rank splits its batch; the encoders process the parts one after
     # the other, to save memory; the loss still compares the whole batch
     accum_freq: int = 1
-    # print the number of parameters, the FLOPs of the forward pass of one sample and the loss of a
-    # random guess, then stop; weight files are not read; --dry-run RANKS counts a batch that RANKS
-    # processes share, because FILIP chooses tokens among the pairs of one process (Table 11: 256)
+    # print the parameters, FLOPs, hours, memory and the loss of a random guess, then stop;
+    # --dry-run RANKS: so many processes share the batch; with --out DIR/first-batch.png is drawn
     dry_run: int = 0
     bench: int = 0  # number of steps to time; print images per second, then stop
 
@@ -1530,7 +1527,8 @@ def finish(args, log, embedder, eval_data, progress):
         evaluation.evaluate_and_show(embedder, eval_data, options, args.out, failed, args.resume)
     elif this_rank()[0] == 0:
         failed += evaluation.save_figures(evaluation.draw_log(args.out), progress.step)
-    flags = ' --query "a red ring"' if embedder.tokenizer else ""
+    words = "a red ring" if evaluation.is_shapes(args.data) else "a dog"
+    flags = f' --query "{words}"' if embedder.tokenizer else ""
     if eval_data is None and not flags:  # the training images have no labels to learn from
         flags = " --data TEST --train-data TRAIN"
     print(f"{args.out} holds the weights, the log and the pictures. To train longer, add --resume "
@@ -1572,9 +1570,10 @@ def dry_run(args, method, model):
         f"forward pass of a sample: {of_one / 1e9:.4g} GFLOPs, or {of_one / 2e9:.4g} G "
         f"multiply-adds; {in_batch / 1e9:.4g} GFLOPs in a batch of {args.batch:,}\n"
         f"one H100 at {H100 / 1e12:.0f} TFLOPs a second: {args.steps:,} steps take at most "
-        f"{hours:,.1f} hours, and {cores:.1f} cores like this one read {images_per_s:,.0f} JPEGs "
+        f"{hours:,.1f} hours, and {cores:,.1f} cores like this one read {images_per_s:,.0f} JPEGs "
         f"of 500 x 375 a second\n"
-        f"memory of a GPU in bf16: about {memory / 2**30:,.1f} GiB for {of_rank:,} samples{more}\n"
+        f"memory of each of {args.dry_run} GPUs (--dry-run RANKS) in bf16: about "
+        f"{memory / 2**30:,.1f} GiB for {of_rank:,} samples{more}\n"
         f"ranks sum in a step: {summed / 1e6:,.1f} MB of gradients\n"
         f"loss of a random guess: {chance_loss:.4g}\n"  # nan: a detector has none
         f"{json.dumps(common.without_nan(record))}")

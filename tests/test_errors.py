@@ -106,7 +106,7 @@ ERRORS = [
     # Encoders
     ("sparc --image-encoder ViT-Z/9", "no encoder 'ViT-Z/9'; there are tiny, tiny-patch,"),
     ("sparc --image-encoder tiny:stem=none", "ViT has no setting 'stem'; its settings: "),
-    ("sparc --data shapes:size=50", "image_size 50 is not a multiple of patch_size 8: give"),
+    ("sparc --data shapes:size=50", "image_size 50 is not a multiple of patch_size 8: give 48"),
     ("sparc --image-encoder tiny:depth=4.5", "depth='4.5' is not of type int"),
 
     # Vocabularies
