@@ -48,7 +48,7 @@ If a preset changes, delete its records in claims.json and its directories in ru
 
 To add a claim, add its runs and the claim to claims-runs.json, then run the loop above.
 A group has "title", "seeds", "rate_seeds" (for the choice of a rate; by default 0), "notes", and
-"earlier": true if code that trained otherwise made its figures, which RESULTS.md then leaves out:
+"left_out": true if RESULTS.md leaves it out: its figures are missing, or earlier code made them:
 
     "runs": {NAME: a run}
         flags     flags of train.py. {seed} stands for the seed. --finetune names the directory of a
@@ -348,7 +348,7 @@ def results():
     parts = ["# Results\n", "`python tests/claims.py` writes this file from tests/claims.json, the "
              "record of all figures.\n", DEPARTURES + "\n", RULE + "\n", f"```\n{columns}\n```\n"]
     for method, table in TABLES.items():
-        if not table.get("earlier"):
+        if not table.get("left_out"):
             parts += [f"## {table['title']}\n", *lines_of(method)]
     return "\n".join(parts)
 
