@@ -785,7 +785,7 @@ class Flags:
     # evaluate and 20,000 to learn from
     limit: int | None = None
     # file of class names, one a line: line i (from 0) names the sorted folder i, or label i of
-    # shards; lines that are the folders' names in another order are the folders of labels 0, 1, ...
+    # shards; if the lines are the folders' names in another order, line i is the folder of label i
     # in the shards of --train-data
     classes: str | None = None
     # zero-shot prompts, in which {} stands for the name of a class and {a} for the name with its
@@ -1990,7 +1990,7 @@ def words(embedder, data, options):
 
 
 def textfree(embedder, data, options):
-    """Zero-shot and retrieval without the text encoder: a text is its words (STAIR, Table 5)."""
+    """Zero-shot and retrieval with a bag of words as a text's encoding (STAIR, Table 5)."""
     embedder = dataclasses.replace(embedder, text_free=True)
     found = headlines(embedder, data, options, ("zeroshot", "retrieval"))
     return {f"textfree/{key}": value for key, value in found.items()}
@@ -2300,7 +2300,7 @@ def draw_pair(embedder, image, caption):
 
 
 def draw_word_maps(embedder, data):
-    """Which patches at most eight words of a caption weight (SPARC, Eq. 4)."""
+    """The weights of patches for at most eight words of a caption (SPARC, Eq. 4)."""
     rows = []
     for image, caption in zip(*take(embedder, data, 8)):
         complete = set(caption_words(caption))  # a token may be a piece of a word

@@ -119,8 +119,7 @@ class Config:
     # directory of the FILE
     image_root: str | None = None
     # SPEC of the data for the evaluation at the end; without it the test split of --data, else the
-    # training images; without it shards (.tar) have no evaluation, and BAM and DINO one on shapes
-    # alone
+    # training images, but none for shards (.tar), nor for BAM and DINO on files
     eval_data: str | None = None
     # vocabulary file, BERT's vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz; without it a
     # vocabulary is trained on the captions of --data
@@ -132,12 +131,12 @@ class Config:
     # smallest area of a training crop, as a fraction of the image's area; 1 resizes the whole
     # image; pictures of `shapes` with captions are neither cropped nor mirrored
     crop_scale: float = 0.9
-    # probability that a training image is mirrored; without it 0 with captions, in which "left"
-    # would become wrong, else .5
+    # probability that a training image is mirrored; by default .5, but 0 if captions are read, as
+    # "left" would become wrong
     flip: float | None = None
     # number of processes per rank that load data; with 0 the training process loads the data;
-    # without it 0 for shapes and on macOS, else at most 8, the cores of a rank, and its shards or
-    # its batches in an epoch
+    # by default 0 for shapes and on macOS, else the least of 8, the cores of a rank, and its shards
+    # or its batches in an epoch
     workers: int | None = None
 
     # image encoder, NAME or NAME:setting=value,...; the end of this help lists the names
@@ -146,13 +145,12 @@ class Config:
     text_encoder: str = "12x512"
     # file of pretrained weights to start from: a whole CLIP or, for methods without captions, a ViT
     # whose parameters have timm's names; --image-encoder must give heads, quick_gelu, eps and
-    # pixels, which the file does not hold; blurred strides and norms after the attention, which no
-    # encoder here has, pass unnoticed
+    # pixels, which the file does not hold; no error warns of blurred strides or norms after the
+    # attention, which no encoder here has
     init_weights: str | None = None
 
-    steps: int = 1000  # number of updates; with 0 the run only evaluates, such as --init-weights
-    # number of passes over a FILE or class folders; replaces --steps; readable images replace
-    # unreadable ones
+    steps: int = 1000  # number of updates; with 0 the run only evaluates, for example --init-weights
+    # number of passes over a FILE or class folders; replaces --steps
     epochs: int | None = None
     # number of pairs or images in a step, summed over all ranks and all parts of --accum-freq
     batch: int = 128
@@ -189,7 +187,7 @@ class Config:
     # the other, to save memory; the loss still compares the whole batch
     accum_freq: int = 1
     # print the parameters, FLOPs, hours, memory and the loss of a random guess, then stop;
-    # --dry-run RANKS: so many processes share the batch; with --out DIR/first-batch.png is drawn
+    # --dry-run RANKS: so many processes share the batch; --out DIR draws first-batch.png
     dry_run: int = 0
     bench: int = 0  # number of steps to time; print images per second, then stop
 
