@@ -149,7 +149,7 @@ class Config:
     # attention, which no encoder here has
     init_weights: str | None = None
 
-    steps: int = 1000  # number of updates; with 0 the run only evaluates, for example --init-weights
+    steps: int = 1000  # number of updates; 0 only evaluates, for example --init-weights
     # number of passes over a FILE or class folders; replaces --steps
     epochs: int | None = None
     # number of pairs or images in a step, summed over all ranks and all parts of --accum-freq
