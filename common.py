@@ -70,7 +70,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 from torch import nn
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.utils.checkpoint import checkpoint
@@ -328,8 +328,13 @@ class BatchNorm(nn.BatchNorm2d):
                                        self.running_var, self.eps, self.momentum,
                                        dist.group.WORLD, dist.get_world_size())
 
-        precise = x.to(torch.promote_types(x.dtype, torch.float32))          # float64 stays
-        var, own = torch.var_mean(precise, (0, 2, 3), correction=0)          # (C,), (C,)
+        def statistics(x):
+            precise = x.to(torch.promote_types(x.dtype, torch.float32))  # float64 stays
+            return torch.var_mean(precise, (0, 2, 3), correction=0)      # (C,), (C,)
+
+        # The backward pass computes the statistics again. Otherwise autograd would keep a second
+        # copy of x, in fp32.
+        var, own = checkpoint(statistics, x, use_reentrant=False, preserve_rng_state=False)
         mean = SumOverRanks.apply(own) / dist.get_world_size()               # (C,)
         # The total variance is the mean variance within ranks plus the variance between ranks.
         variance = var + (own - mean).square()
@@ -1071,6 +1076,11 @@ def merge_pair(pieces, pair, merged):
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff",
                   ".jpe", ".jfif", ".avif")
+ORIENTATION = ExifTags.Base.Orientation
+# EXIF's number of an orientation -> how the image is turned upright
+TURNS = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180,
+         4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
+         6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90}
 BICUBIC = v2.InterpolationMode.BICUBIC
 
 
@@ -1223,9 +1233,11 @@ def to_rgb(image):
     lies on its side. They also ignore transparency, and the colour below transparent pixels is
     often black. Transparent pixels are white here, as in img2dataset's shards.
     """
-    image.load()  # raises an error for damaged pixels
+    orientation = 1
     with contextlib.suppress(Exception):  # the EXIF can be damaged where the pixels are intact
-        image = ImageOps.exif_transpose(image)
+        orientation = image.getexif().get(ORIENTATION, 1)
+    if orientation in TURNS:
+        image = image.transpose(TURNS[orientation])
     # Images of 16 bits, 32 bits or floats: PIL's convert would cut all values at 255.
     if image.mode.startswith(("I", "F")):
         x = np.nan_to_num(np.asarray(image))

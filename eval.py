@@ -705,6 +705,9 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
     tokenizer = common.open_tokenizer(Path(run, "vocab.txt")) if method.uses_text(args) else None
     model = common.build_model(method, args, *common.build_encoders(method, args, tokenizer))
     state = common.load_checkpoint(Path(run, checkpoint))
+    if not isinstance(state, dict) or state.get("method") != args.method:
+        raise UserError(f"{run}/{checkpoint} holds no {args.method} model, which config.json asks "
+                        f"for: give a checkpoint that this run wrote.")
     common.restore_model(model, state["model"], f"{run}/{checkpoint}", "config.json and vocab.txt "
                          "next to it must be those that the run wrote")
     if tokenizer and state["words"] != tokenizer.hash():
@@ -1056,12 +1059,15 @@ def open_benchmark(options, *_):
     """
     directory, limit = options.data, options.limit
     split = Path(directory, options.split)
-    n = int(common.read_text(split / "nshards.txt", "--data"))
+    with common.explained(ValueError, f"{split}/nshards.txt", "; it is the number of tars"):
+        n = int(common.read_text(split / "nshards.txt", "--data"))
     found = len(common.matching(f"{split}/[0-9]*.tar"))
     if found > n:  # a part of the set would be left out
         raise UserError(f"{split}/nshards.txt holds {n}, but {found} tars are there: write "
                         f"{found}, or remove the tars that do not belong to the set.")
     shards = common.TarShards(f"{split}/{{0..{n - 1}}}.tar")
+    if options.query:  # a search needs images alone, by their keys
+        return EvalSet(labelled=lambda purpose: shards.each(None, limit))
     kind = Path(directory, "dataset_type.txt")
     kind = common.read_text(kind, "--data").strip().lower() if common.look_at(kind) else ""
     if kind == "retrieval":
@@ -1074,39 +1080,56 @@ def open_benchmark(options, *_):
     classes, groups = Classes(names, templates, source), {"": (torch.arange(len(names)), names)}
 
     shards.classes = names
-    return EvalSet(classes=classes, named=classes, groups=groups, source=shards,
+    return EvalSet(classes=classes, groups=groups, source=shards,
                    labelled=lambda purpose: shards.each("label", limit),
                    label_ids=range(len(names)))
 
 
 def open_winoground(options, *_):
-    """A directory with Winoground's examples.jsonl -> EvalSet with examples. --image-root is the
-    directory of the images NAME.png."""
-    root, pairs = options.image_root or Path(options.data, "images"), []
-    lines = common.read_list(Path(options.data, "examples.jsonl"), "--data")
-    for number, row in enumerate(map(json.loads, lines[: options.limit])):
-        for i in (0, 1):
-            pairs.append((f"{root}/{row[f'image_{i}']}.png", (number, row[f"caption_{i}"])))
-    return EvalSet(examples=lambda: pairs)
+    """A directory with Winoground's examples.jsonl -> EvalSet."""
+    return EvalSet(examples=functools.partial(read_winoground, options))
+
+
+def read_winoground(options):
+    """Yield the pairs of EvalSet.examples, for at most --limit examples. --image-root is the
+    directory of the images NAME.png. Raises UserError for a line without the four fields."""
+    file = Path(options.data, "examples.jsonl")
+    root = options.image_root or Path(options.data, "images")
+    for number, line in enumerate(common.read_list(file, "--data")[: options.limit]):
+        with common.explained((ValueError, KeyError, TypeError), f"{file}, sample {number + 1}",
+                              "; it must have image_0, image_1, caption_0, caption_1"):
+            row = json.loads(line)
+            for i in (0, 1):
+                yield str(Path(root, f"{row[f'image_{i}']}.png")), (number, row[f"caption_{i}"])
 
 
 def sugarcrepe_files(directory):
-    """The JSON files of a directory that have SugarCrepe's own field."""
-    files = common.matching(f"{directory}/*.json")
-    return [file for file in files if common.file_holds(file, "negative_caption")]
+    """The JSON files of a directory that have SugarCrepe's own field in their first 4,000 bytes."""
+    found, field = [], b'"negative_caption"'
+    if common.look_at(directory) == "directory":
+        found = map(Path, common.matching(f"{directory}/*.json"))
+    return [file for file in found if file.is_file() and field in file.read_bytes()[:4000]]
 
 
 def open_sugarcrepe(options, *_):
-    """A directory with SugarCrepe's files, one for each kind of negative -> EvalSet with hard
-    negatives."""
+    """A directory with SugarCrepe's files, one for each kind of negative -> EvalSet."""
+    return EvalSet(hard_negatives=functools.partial(read_sugarcrepe, options))
+
+
+def read_sugarcrepe(options):
+    """Yield the pairs of EvalSet.hard_negatives, for at most --limit images. Raises UserError for
+    an item without its three fields."""
+    root = options.image_root or "."
     # grouped by image, so that an image with several negatives is encoded once
-    root, negatives_of = options.image_root or ".", collections.defaultdict(dict)
-    for file in map(Path, sugarcrepe_files(options.data)):
-        for item in json.loads(file.read_text(encoding="utf-8")).values():
-            negative = file.stem, item["caption"], item["negative_caption"]
-            negatives_of[str(Path(root, item["filename"]))][negative] = None
-    pairs = [(path, [*found]) for path, found in negatives_of.items()]
-    return EvalSet(hard_negatives=lambda: pairs[: options.limit])
+    negatives_of = collections.defaultdict(list)
+    for file in sugarcrepe_files(options.data):
+        with common.explained((ValueError, KeyError, TypeError, AttributeError), file,
+                              "; its items must have filename, caption and negative_caption"):
+            for item in json.loads(file.read_text(encoding="utf-8")).values():
+                negative = (file.stem, item["caption"], item["negative_caption"])
+                negatives_of[str(Path(root, item["filename"]))].append(negative)
+    pairs = ((path, [*dict.fromkeys(found)]) for path, found in negatives_of.items())
+    return itertools.islice(pairs, options.limit)
 
 
 def open_voc(options, image_size, _):
@@ -1142,7 +1165,7 @@ def open_voc(options, image_size, _):
         pairs = ((name, None) for name in ids)
         return (pair for pair, _ in read_images(pairs, read, options.workers))
 
-    return EvalSet(named=classes, map_classes={"": classes}, maps=maps)
+    return EvalSet(classes=classes, map_classes={"": classes}, maps=maps)
 
 
 def open_boxes(source, options, image_size):
@@ -1319,9 +1342,11 @@ def open_eval_set(options, image_size, captions=True):
     a text encoder can also use data without captions. Raises UserError if the data cannot be
     opened."""
     kind, spec = kind_of(options.data), options.data
-    with common.explained((ValueError, KeyError, TypeError, AttributeError),
-                          f"{spec} cannot be read; this is missing or wrong"):
-        data = kind.open(options, image_size, "caption" if captions else None)
+    splits = kind.splits(spec)
+    if splits and options.split not in splits:
+        raise UserError(f"{spec} has no split {options.split}: give --split, one of "
+                        f"{', '.join(splits)}; for --select and --train-data DIR:split=NAME.")
+    data = kind.open(options, image_size, "caption" if captions else None)
     data.image_size, data.options = image_size, options
     if options.nouns_adjectives:
         words = common.read_list(options.nouns_adjectives, "--nouns-adjectives")
@@ -2201,6 +2226,8 @@ def to_float(found):
 
 BRIGHTNESS = ("Brightness shows the weight of a patch: black is 0, full brightness is the largest "
               "weight of the map.")
+OF_STAIR = ("STAIR's weights are p(h_j) in Eq. 4 minus the lowest of the map, and need no text "
+            "encoder.")
 STOP_WORDS = set("a an the and of in on at to by with from for is are it its his her".split())
 
 
@@ -2295,7 +2322,7 @@ def draw_pair(embedder, image, caption):
     with common.explained(BROKEN, f"--image {image} cannot be read"):
         pixels = embedder.read(image)
     rows = [(caption, pixels, maps_of_words(embedder, image, caption))]
-    note = f"{BRIGHTNESS} A slot's number is the weight that the slot gives to the word."
+    note = f"{BRIGHTNESS} {OF_STAIR} A slot's number is the weight that it gives to the word."
     return lit_sheet("Which patches each word or slot weights.", note, rows)
 
 
@@ -2308,8 +2335,7 @@ def draw_word_maps(embedder, data):
                 if word in complete - STOP_WORDS]
         rows.append((caption, image, maps[:8]))
     title = "Where the words of a caption lie in its image (SPARC, Eq. 4; STAIR, Fig. 10)."
-    note = (f"{BRIGHTNESS} STAIR's weights are p(h_j) in Eq. 4 minus the lowest of the map, and "
-            f"need no text encoder. At most eight words of a caption are shown.")
+    note = f"{BRIGHTNESS} {OF_STAIR} At most eight words of a caption are shown."
     return lit_sheet(title, note, rows)
 
 
@@ -2448,13 +2474,18 @@ def chart(points, width=240, height=120):
     return page
 
 
+def spelled(tokenizer, ids):
+    """Ids -> their tokens, as one text."""
+    return " ".join(tokenizer.vocab[i] for i in ids)
+
+
 def as_read(tokenizer, tokens, mask, captions):
     """Tokens and mask (n, L) of n captions -> pairs (what the model reads, what is cut off)."""
     pairs = []
     for ids, kept, caption in zip(tokens.cpu(), mask.cpu(), captions):
         read = ids[kept].tolist()
         cut = tokenizer.encode(caption)[len(read) - 1 : -1]  # between the last token and [SEP]
-        pairs.append([" ".join(tokenizer.vocab[i] for i in part) for part in (read, cut)])
+        pairs.append((spelled(tokenizer, read), spelled(tokenizer, cut)))
     return pairs
 
 
@@ -2877,20 +2908,21 @@ def export(run, checkpoint, file):
 
 
 def print_table(runs):
-    """Print {run: [its metrics on each --data]}: a row for each metric, a column for each run. With
-    several --data a figure is the mean over the n of them that have the metric."""
-    heads, every = ["", *runs, "chance"], [*itertools.chain(*runs.values())]
+    """Print {run: [(SPEC, metrics) for each --data]}: a row for each metric, a column for each run.
+    With several --data a figure is the mean over the n of them that have the metric."""
+    columns = {run: [row for _, row in found] for run, found in runs.items()}
+    heads, every = ["", *runs, "chance"], [*itertools.chain(*columns.values())]
     print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
+    print("| data | " + " | ".join(", ".join(dict(found)) for found in runs.values()) + " |  |")
     for metric in dict.fromkeys(itertools.chain(*map(metrics_of_table, every))):
-        cells = []
-        for found in runs.values():
-            values = [row[metric] for row in found if metric in row]
+        cells, levels = [], []  # runs that are measured on other data may have another chance
+        for rows in columns.values():
+            values = [row[metric] for row in rows if metric in row]
+            chance = [row[f"{metric}/chance"] for row in rows if f"{metric}/chance" in row]
             n = f" (n = {len(values)})" if len(every) > len(runs) else ""
             cells.append(in_digits(mean(values), 3) + n if values else "not measured")
-        chance = {mean([row[f"{metric}/chance"] for row in found if f"{metric}/chance" in row])
-                  for found in runs.values() if any(f"{metric}/chance" in row for row in found)}
-        cells.append(", ".join(in_digits(level, 3) for level in sorted(chance)))
-        print(f"| {metric} | " + " | ".join(cells) + " |")
+            levels += [in_digits(mean(chance), 3)] if chance else []
+        print(f"| {metric} | " + " | ".join([*cells, ", ".join(dict.fromkeys(levels))]) + " |")
 
 
 # Command line ---------------------------------------------------------------------------
@@ -2922,7 +2954,7 @@ def parse_args(argv=None):
     return given.pop("runs"), given
 
 
-def check_flags(given):
+def check_flags(runs, given):
     """Raise UserError for flags that do not fit together, before any run is evaluated."""
     known = TASKS | PICTURES
     if unknown := set(Flags(**given).tasks) - known.keys():
@@ -2930,6 +2962,8 @@ def check_flags(given):
     for name, least in {"limit": 1, "batch": 1, "workers": 0}.items():
         if given.get(name, least) < least:
             raise UserError(f"{common.flag_of(name)} {given[name]} must be at least {least}.")
+    if "export" in given and len(runs) > 1:
+        raise UserError(f"--export writes the weights of one run: give one run, not {len(runs)}.")
     if ("image" in given) != ("caption" in given):
         raise UserError("--image and --caption belong together: give both.")
 
@@ -2943,9 +2977,10 @@ def describe(options):
 
 
 def evaluate_run(run, given, device, failed):
-    """Evaluate a run -> its metrics, a dict. given: {name: value} of the flags that are given, in
-    which `data` is one SPEC. With --query the function searches instead, and returns None. failed:
-    a list that gets a message for each task that fails and each file that cannot be written."""
+    """Evaluate a run -> (SPEC of the data, metrics). given: {name: value} of the flags that are
+    given, in which `data` is one SPEC. With --query the function searches instead, and returns
+    None. failed: a list that gets a message for each task that fails and each file that cannot be
+    written."""
     embedder, args = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
     options = options_of(given, args)
     embedder.chunk, embedder.workers = options.batch, options.workers
@@ -2958,14 +2993,14 @@ def evaluate_run(run, given, device, failed):
     if options.query:
         failed += search(embedder, data, options, run)
         return None
-    return evaluate_and_show(embedder, data, options, run, failed)
+    return options.data, evaluate_and_show(embedder, data, options, run, failed)
 
 
 @common.without_tf32()
 def main(argv=None):
     """Evaluate, search or export, as the command line says."""
     runs, given = parse_args(argv)
-    check_flags(given)
+    check_flags(runs, given)
     device = common.init_distributed()
     # the ranks share an evaluation; what encodes few images, or writes alone, is rank 0's
     if common.this_rank()[0] == 0 or not given.keys() & {"export", "image", "query"}:
@@ -2978,11 +3013,9 @@ def run_command(runs, given, device):
     """Each --data is evaluated for all runs. Raises UserError at the end if a run failed; the other
     runs are evaluated first, unless there are several ranks."""
     if "export" in given:
-        for run in runs:  # a second run finds the file of the first
-            export(run, given.get("checkpoint", Flags.checkpoint), given["export"])
-        return
+        return export(runs[0], given.get("checkpoint", Flags.checkpoint), given["export"])
     specs = [{"data": spec} for spec in given.get("data", ())] or [{}]
-    failed, found = [], collections.defaultdict(list)  # {run: [its metrics on each --data]}
+    failed, found = [], collections.defaultdict(list)  # {run: [(SPEC, metrics) for each --data]}
     if "image" in given:
         specs = []
         for run in runs:
@@ -2993,8 +3026,9 @@ def run_command(runs, given, device):
     for spec in specs:
         for run in runs:
             try:
-                if metrics := evaluate_run(run, given | spec, device, failed):
-                    found[run].append(metrics)
+                figures = evaluate_run(run, given | spec, device, failed)
+                if figures and figures[1]:  # a picture alone measures nothing
+                    found[run].append(figures)
             except UserError as error:  # an error in one run must not stop the other runs
                 if common.this_rank()[1] > 1:  # but ranks may wait for this one
                     raise
@@ -3002,7 +3036,7 @@ def run_command(runs, given, device):
     if found and max(len(runs), len(specs)) > 1:
         print_table(found)
         for run, rows in found.items():
-            for metric, change in sparo.change_of_means(rows).items():
+            for metric, change in sparo.change_of_means([row for _, row in rows]).items():
                 print(f"{run}: {metric} {change:+.3f}")
     if failed:
         raise UserError(" ".join(failed))

@@ -221,9 +221,13 @@ def train(args, out, device):
     transform = build_transform(args, method, model.image_encoder)
     if args.dry_run:
         if args.out:
-            batch = next(open_loader(args, data, transform, tokenizer, model, Progress(), device,
-                                     Stop(at_once=True)))
-            show_first_batch(args, tokenizer, common.distort(batch))
+            stop = Stop(at_once=True)
+            try:
+                batches = open_loader(args, data, transform, tokenizer, model, Progress(), device,
+                                      stop)
+                show_first_batch(args, tokenizer, common.distort(next(batches)))
+            finally:
+                stop.restore()
         return dry_run(args, method, model) if rank == 0 else None
     embedder = evaluation.new_embedder(model.to(device), tokenizer, args, device)
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
@@ -955,9 +959,10 @@ def check_first_batch(args, batch):
     samples = sum(ranks, [])
     again = len(samples) - len(set(samples))
     if again:
+        workers = " or --workers" if args.workers > 1 else ""
         raise UserError(f"{again} of the {args.batch} samples of the first batch are in it twice: "
-                        "lower --batch or --workers, give more data, or mend images that cannot "
-                        "be read.")
+                        f"lower --batch{workers}, give more data, or mend images that cannot be "
+                        "read.")
 
 
 # Seconds to wait for a batch, and seconds between two checks that the workers are alive.
@@ -1439,10 +1444,11 @@ def show_first_batch(args, tokenizer, batch):
         texts = evaluation.as_read(tokenizer, *inputs)
         facts += describe_captions(tokenizer, *inputs, texts)
     elif "labels" in batch:
-        texts = [(text, "") for text in label_texts(batch["labels"], args.classes)]
+        texts = [(text, "") for text in label_texts(batch["labels"][:8].cpu(), args.classes)]
     elif "boxes" in batch:
-        found = evaluation.as_read(tokenizer, batch["tokens"], batch["mask"], itertools.repeat(""))
-        names, texts = [" ".join(read.split()[1:-1]) for read, _ in found], []  # no [CLS], [SEP]
+        queries = zip(batch["tokens"], batch["mask"])
+        names = [evaluation.spelled(tokenizer, ids[kept][1:-1]) for ids, kept in queries]
+        texts = []
         for picture, boxes, classes in zip(pictures, batch["boxes"], batch["classes"]):
             evaluation.draw_boxes(picture, boxes[classes.any(1)])  # other rows fill the batch up
             texts.append((", ".join(names[q] for q in classes.nonzero()[:, 1]), ""))
@@ -1470,7 +1476,7 @@ def label_texts(labels, classes):
     if labels.ndim == 1:
         return [classes[label] for label in labels]
     return [", ".join(f"{row[c]:.2f} {classes[c]}" for c in row.nonzero()[:, 0])
-            for row in labels.cpu()]
+            for row in labels]
 
 
 @common.rank_0_prints()
@@ -1526,7 +1532,8 @@ def finish(args, log, embedder, eval_data, progress):
     elif this_rank()[0] == 0:
         failed += evaluation.save_figures(evaluation.draw_log(args.out), progress.step)
     words = "a red ring" if evaluation.is_shapes(args.data) else "a dog"
-    flags = f' --query "{words}"' if embedder.tokenizer else ""
+    is_searcher = embedder.tokenizer and not embedder.model.detect  # boxes have no search
+    flags = f' --query "{words}"' if is_searcher else ""
     if eval_data is None and not flags:  # the training images have no labels to learn from
         flags = " --data TEST --train-data TRAIN"
     print(f"{args.out} holds the weights, the log and the pictures. To train longer, add --resume "

@@ -300,7 +300,7 @@ index.search(dict.fromkeys(words, 1.0), 8«, where => ») # the condition of a q
 sparc.image_iou(predicted, truth«, foreground_only=True => ») # miou_fg without the background
 y = «F.normalize(y, dim=-1) => y».unflatten(0, (len(selection.classes # a long prompt counts no more
 torch.stack(list(ranks.values())).«amin => amax»(0) # the better of colour and shape
-+ n if values else «"not measured" => ""» # an empty cell says so ;; for row in «every => runs» if f"{metric}/chance # chance
++ n if values else «"not measured" => ""» # an empty cell says so ;; /chance"] for row in «rows => every» if f"{metric} # the chance of each run
 (nearest == «c => c + 1») # a class of its own ;; if (truth == «c + 1 => c»).any() # ids begin at 1
 == eval.py | own | test_benchmarks test_reports -k "winoground_is or relative_paths or have_maps"
 "winoground/text": (text, 1 / «4 => 2», most) # chance ;; ("data", "eval_data"«, "image_root" => »): # a path of the training

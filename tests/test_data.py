@@ -939,11 +939,15 @@ def test_photos_are_turned_by_their_exif_orientation():
     image, file = Image.new("RGB", (80, 40), "red"), io.BytesIO()
     image.paste("blue", (0, 0, 40, 40))                      # the left half; once turned, the upper
     exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6
+    exif[common.ORIENTATION], exif[ExifTags.Base.ResolutionUnit] = 6, 2
     image.save(file, "JPEG", exif=exif)
-    for found in (common.open_image(file.getvalue()), common.open_image(file.getvalue(), 10)):
-        assert found.height == 2 * found.width
-        assert found.getpixel((2, 2))[2] > 200 > found.getpixel((2, found.height - 3))[2]
+    short = bytes.fromhex("0128 0003")                       # the tag's number, then its type
+    damaged = file.getvalue().replace(short, bytes.fromhex("0128 0007"))
+    assert damaged != file.getvalue()
+    for content in (file.getvalue(), damaged):
+        for found in (common.open_image(content), common.open_image(content, 10)):
+            assert found.height == 2 * found.width
+            assert found.getpixel((2, 2))[2] > 200 > found.getpixel((2, found.height - 3))[2]
 
 
 @pytest.mark.parametrize("orientation", range(10))

@@ -1143,6 +1143,8 @@ def test_segmentation_is_measured_on_pascal_vocs_layout(tmp_path, capsys):
     flags = dict(classes=str(tmp_path / "classes.txt"), templates=["{}"])
     data, options = opened(tmp_path, **flags)
     assert options.split == "val"
+    record = evaluation.metrics_record(embedder(), data, options, {})
+    assert record["settings"]["class_names"] == flags.get("classes", "Pascal VOC")
     image, maps = next(iter(data.maps("segmentation")))
     assert image.shape == (3, 8, 8) and maps[""].shape == (16, 40)
     assert sorted(maps[""].unique().tolist()) == [1, 3, 255]

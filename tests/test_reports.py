@@ -241,11 +241,13 @@ def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
 
 
 def test_a_table_over_several_data_sets_has_means_over_those_that_have_the_metric(capsys):
-    evaluation.print_table({"a": [{"x": 0.2, "x/chance": 0.1, "y": 1}, {"x": 0.4, "x/chance": 0.2}],
-                            "b": [{"z": 0.25, "z/images": 4}]})
+    evaluation.print_table({
+        "a": [("A", {"x": 0.2, "x/chance": 0.1, "y": 1}), ("B", {"x": 0.4, "x/chance": 0.2})],
+        "b": [("B", {"z": 0.25, "z/images": 4, "x": 0.3, "x/chance": 0.2})]})
     assert capsys.readouterr().out.splitlines() == [
-        "|  | a | b | chance |", "|---|---|---|---|",
-        "| x | 0.300 (n = 2) | not measured | 0.150 |", "| y | 1.000 (n = 1) | not measured |  |",
+        "|  | a | b | chance |", "|---|---|---|---|", "| data | A, B | B |  |",
+        "| x | 0.300 (n = 2) | 0.300 (n = 1) | 0.150, 0.200 |",
+        "| y | 1.000 (n = 1) | not measured |  |",
         "| z | not measured | 0.250 (n = 1) |  |"]
 
 
@@ -504,7 +506,8 @@ def test_a_run_that_fails_does_not_stop_the_evaluation_of_others(run_of, tmp_pat
     (runs[0] / "last.pt").write_bytes(b"")
     with pytest.raises(common.UserError, match="sparc: .*last.pt cannot be read.*bam: On shapes"):
         evaluation.main([*map(str, runs), "--task", "zeroshot"])
-    assert f"|  | {runs[1]} | chance |\n|---|---|---|\n| zeroshot |" in capsys.readouterr().out
+    head = f"|  | {runs[1]} | chance |\n|---|---|---|\n| data | "
+    assert re.search(re.escape(head) + r".* \|  \|\n\| zeroshot \|", capsys.readouterr().out)
 
 
 def test_a_table_of_several_runs_has_a_column_for_each(run_of, tmp_path, monkeypatch, capsys):
@@ -513,8 +516,10 @@ def test_a_table_of_several_runs_has_a_column_for_each(run_of, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "evaluate", lambda *arguments: next(found))
         evaluation.main([*runs, "--task", "retrieval"])
-    assert capsys.readouterr().out.splitlines()[-4:] == [
+    data = [common.read_config(run)["data"] for run in runs]
+    assert capsys.readouterr().out.splitlines()[-5:] == [
         f"|  | {' | '.join(runs)} | chance |", "|---|---|---|---|---|",
+        f"| data | {' | '.join(data)} |  |",
         "| x | 0.100 | 0.300 | 0.500 |  |", "| y | 1.000 | 1.000 | not measured |  |"]
     evaluation.main([*runs, "--task", "neighbours"])  # a picture alone measures nothing
     assert "| chance |" not in capsys.readouterr().out

@@ -1608,7 +1608,10 @@ def test_the_first_batch_shows_views_labels_and_boxes(tmp_path):
 
 
 def test_the_first_batch_is_drawn_by_dry_run(tmp_path):
+    """The handlers of signals are those of the program again."""
+    before = [signal.getsignal(number) for number in train.SIGNALS]
     train_alone([*SMALL["sparc"], "--dry-run", "--out", tmp_path / "look"])
+    assert [signal.getsignal(number) for number in train.SIGNALS] == before
     assert [path.name for path in (tmp_path / "look").iterdir()] == ["first-batch.png"]
 
 
