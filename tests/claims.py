@@ -3,6 +3,7 @@
     python tests/claims.py                 # writes tests/RESULTS.md, the tables of all claims
     python tests/claims.py NAME            # prints one group of claims
     python tests/claims.py NAME --again    # prints the commands for all figures that are missing
+    python tests/claims.py NAME --costs    # measures what the trainings of the group's table cost
 
 NAME is a group of claims-runs.json: `readme` has the claims that README quotes, `sparo`, `stair`,
 `sparc` and `bam` have more claims of one paper each, `detection` fine-tunes runs of `readme`.
@@ -61,7 +62,8 @@ A group has "title", "seeds", "rate_seeds" (for the choice of a rate; by default
         about     what the run is, printed below the table
     "table": {"rows": {label: run}, "columns": {heading: {metric: names of runs}}}
         a table of all runs side by side, if the group has one; its metrics are those of the test
-        split, and a run that a column does not name has no such metric
+        split, and a run that a column does not name has no such metric. Its first columns are
+        COSTS, for which the machine must be quiet
     "claims": [a claim]
         claim     the claim as a sentence
         source    the table, figure or section of the paper
@@ -96,6 +98,7 @@ class.
 
 import argparse
 import collections
+import contextlib
 import io
 import json
 import math
@@ -107,11 +110,15 @@ from pathlib import Path
 from statistics import mean
 
 import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import common
 import eval as evaluation
+import train
 
 RECORDS = Path(__file__).with_suffix(".json")
 RESULTS = Path(__file__).with_name("RESULTS.md")
@@ -121,6 +128,10 @@ METRIC = re.compile(r"(\S+)(?: \[(.+?)\])?")  # -> (name of the metric, flags of
 TASK_OF = {"i2t": "retrieval", "t2i": "retrieval", "faithfulness": "retrieval",
            "active": "sparsity", "miou": "segmentation",
            "miou_fg": "segmentation"}  # the other metrics have the name of their task
+# {metric: (column, format)} of the costs in a group's "table"; an update of STAIR is one of stage 1
+COSTS = {"parameters": ("parameters, M", "{:.2f}"),
+         "flops": ("TFLOPs of an update", "{:.3f}"),
+         "minutes": ("minutes of a CPU core", "{:.1f}")}
 RATES = (0.0005, 0.001, 0.002)  # the learning rates to try, if a run names no others
 # captions of photos, for make_shards
 CAPTIONS = ("a photo of {}.", "a blurry photo of {}.", "a close-up of {}.",
@@ -279,15 +290,49 @@ def lines_side_by_side(method, figure):
         if second and measured.keys() == values.keys():
             differences = [a - b for a, b in zip(measured[first], measured[second])]
             best[heading] = first if verdict(differences).startswith("holds") else None
-    lines += [f"| | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
+    heads = ["", *(column for column, _ in COSTS.values()), *found]
+    lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for label, name in TABLES[method]["table"]["rows"].items():
         row = [label]
+        for metric, (_, form) in COSTS.items():
+            cost = figure(name, "", "", "", metric)
+            row.append("–" if cost is None else form.format(cost))
         for heading, values in found.items():
             cell = spread(values[name]) if values.get(name) else "not run yet"
             cell = f"**{cell}**" if best.get(heading) == name else cell
             row.append(cell if name in values else "–")
         lines.append(f"| {' | '.join(row)} |")
     return [*lines, ""]
+
+
+def measure_costs(method):
+    """Measure COSTS of a training of each run in the group's table, and store them in claims.json.
+
+    The FLOPs are those of the forward and the backward pass, by torch's counter, as a mean over
+    the first updates. The minutes are those of all updates, without the evaluation.
+    """
+    found = []
+    for name in TABLES[method]["table"]["rows"].values():
+        flags = TABLES[method]["runs"][name]["flags"].split()
+        args, cost = train.parse_args(flags), {}
+        cost["parameters"] = last_line(flags, "--dry-run")["params"] / 1e6
+        if args.steps > 1:  # else the network stays untrained
+            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+                last_line(flags, "--bench", "1")
+            cost["flops"] = counter.get_total_flops() / (train.BENCH_WARMUP + 1) / 1e12
+            images_per_s = last_line(flags, "--bench", "20")["images_per_s"]
+            cost["minutes"] = args.steps * args.batch / images_per_s / 60
+        found += [{"method": method, "run": name, "metric": metric, "value": value,
+                   "torch": torch.__version__, "threads": torch.get_num_threads()}
+                  for metric, value in cost.items()]
+        add_records(found)
+
+
+def last_line(flags, *more):
+    """Run train.py with these flags -> the last line that it prints, which is JSON."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train.main([*flags, *more])
+    return json.loads(printed.getvalue().splitlines()[-1])
 
 
 HEADER = ("claim: A above B", "source", "in the paper", "here", "untrained", "difference by seed",
@@ -435,12 +480,12 @@ def train_again(method):
         given = f"{TABLES[group]['runs'][name]['flags']} --lr {rate} --seed {seed}"
         return Path("runs/claims", group, f"{name}-{rate}-{seed}"), given.format(seed=seed)
 
-    def train(group, name, rate, seed):
+    def note_training(group, name, rate, seed):
         """Note the command that trains a run, and before it the run that it fine-tunes, if any."""
         out, given = place_of(group, name, rate, seed)
         start = re.search(r"--finetune runs/claims/(\S+)/(\S+)", given)
         if start and not Path("runs/claims", *start.groups(), "eval.json").exists():
-            return train(start[1], *start[2].rsplit("-", 2))  # a later round fine-tunes it
+            return note_training(start[1], *start[2].rsplit("-", 2))  # a later round fine-tunes it
         missing[out][f"python train.py {given} --out {out} --resume auto"] = None
 
     def figure(name, rate, seed, split, metric, flags=""):
@@ -449,7 +494,7 @@ def train_again(method):
         out, given = place_of(method, name, rate, seed)
         record = records.get(key_of({"method": method} | place))
         if not (out / "eval.json").exists():
-            return record["value"] if record else train(method, name, rate, seed)
+            return record["value"] if record else note_training(method, name, rate, seed)
         config = common.read_config(out)
         check_run(out, config, given.split())
         of = "" if config["eval_data"] else f"--split {split} "  # folders have no splits
@@ -479,11 +524,14 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("method", choices=TABLES, nargs="?", help="a group of claims")
     parser.add_argument("--again", action="store_true", help="print commands for what is missing")
+    parser.add_argument("--costs", action="store_true", help="measure the costs of the table")
     args = parser.parse_args(argv)
-    if args.again and not args.method:
-        parser.error("--again needs the name of a group of claims")
+    if (args.again or args.costs) and not args.method:
+        parser.error("--again and --costs need the name of a group of claims")
     if args.again:
         train_again(args.method)
+    elif args.costs:
+        measure_costs(args.method)
     elif args.method:
         print("\n".join(lines_of(args.method)))
     else:
