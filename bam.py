@@ -7,15 +7,15 @@ match a target that is made from another view of the same image. Sinkhorn balanc
 that all columns get the same total weight. A lower temperature sharpens the targets.
 
 There are W ranks (world in all_ranks). Each has n images, so the paper's n is W n. Each image has k
-views. G of them are large (global) and come first; Model: G = 2. A representation has d numbers, a
-latent has E numbers. matching_loss takes p of the n images at a time (in_parts).
+views. The first G of them are large (global); Model has G = 2. A representation has d numbers, a
+latent has E numbers.
 
     symbol    name here                  shape         where
     h = f(x)  image_encoder, readout     (k, n, d)     Sec. 3; the representation, used later
     z = g(h)  projector, z               (k, n, E)     Sec. 3; latents; arrange makes |z| = 1
     Z_m       z_m                        (k, n, E)     App. C; latents of the teacher, or z
-    (none)    c                          (m, E)        z_m of the m = W G n large views of all ranks
-    S, S hat  similarities               (k n, m)      Eq. 3; cosines with c: of z for A, z_m for B
+    (none)    c                          (m, E)        z_m of all m = W G n large views: S's columns
+    S, S hat  similarities               (k n, m)      Sec. 3.1, Eq. 3; S's rows: z for A, z_m for B
     A         attention                  (k n, m)      Eq. 1; row a_i^j: view j of image i
     B         sinkhorn                   (k n, m)      Eq. 4; the targets; App. C calls them T
     tau       tau                        scalar        Eq. 1; temperature of A
@@ -52,8 +52,8 @@ class Config:
     tau: float = 0.1      # temperature of the attention (Sec. 3.1)
     tau_b: float = 0.05   # temperature of the targets, below tau to sharpen them (Sec. 3.4, App. F)
     sinkhorn_iters: int = 3  # Sinkhorn iterations for the targets (authors' bam_loss.py:34)
-    # what happens to similarities of views of one image. exclude: left out. zero: 0 (Eq. 3).
-    # self: 0 for a view with itself alone. none: kept. Table 1 can mean self or none.
+    # what happens to similarities of views of one image. exclude: left out. zero: 0, as in Eq. 3.
+    # none: kept. self: kept, but 0 for a view with itself. Table 1 can mean self or none.
     mask: Literal["exclude", "zero", "self", "none"] = "exclude"
     teacher: bool = True  # use a teacher, a moving average of the network, for targets (App. C)
     ema: float = 0.995    # first momentum of the teacher, rises to 1 (authors' main_pretrain.py:99)
@@ -78,19 +78,49 @@ def fp32(function):
 def all_ranks(x):
     """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
     order of the ranks. Gradients flow back (Gather, below). Without a process group, it returns x.
-    On several GPUs call dist.init_process_group and wrap the model in DDP, which averages the
-    gradients; nothing else. Each rank gives its own rows, equally many. To validate on one rank,
-    call the model itself, not its DDP wrapper, with gather=lambda x: x. DDP's forward sends buffers
-    and would wait for all ranks."""
+    On several GPUs: call dist.init_process_group, then wrap the model in DDP, which averages the
+    gradients. Each rank gives its own rows, equally many. To validate on one rank alone: call the
+    model itself, not DDP(model), with gather=lambda x: x. DDP's forward would wait for all ranks.
+    """
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
+
+
+# bam_loss on one rank, without a teacher, if all views are large. Each line is a function below.
+#     arrange         z = g(h) / |g(h)|                      rows of length 1
+#     similarities    S = z z^T                              (k n, k n)               Sec. 3.1
+#     mask_positives  S hat = S, without pairs of one image                           Eq. 3
+#     attention       A = softmax(S hat / tau)               rows sum to 1            Eq. 1
+#     sinkhorn        B = exp(S hat / tau_B), balanced: rows and columns sum to 1     Eq. 4
+#     matching        L = mean over i and j != j' of CE(b_i^j, a_i^j')                Eq. 5
+
+
+@fp32
+def arrange(z, n_views, n_global, z_teacher, mask, gather):
+    """Latents (k n, E) -> z, z_m (k, n, E), columns c (m, E), all of length 1, and row_ids (k, n),
+    column_ids (m,): the number of the image among those of all ranks (mask="self": of the view)."""
+    check_latents(z, n_views, n_global, z_teacher)
+    z = F.normalize(z, dim=-1).unflatten(0, (n_views, -1))               # (k, n, E)
+    z_m = z if z_teacher is None else F.normalize(z_teacher.detach(), dim=-1).view(z.shape)
+    c = gather(z_m[:n_global].flatten(0, 1))  # (m, E)  differs: columns of large views alone
+    row_ids = image_ids(z, n_global, c, mask)                            # (k, n); below
+    column_ids = gather(row_ids[:n_global].flatten())                    # (m,)
+    return z, z_m, c, row_ids, column_ids
 
 
 # S_jj'(i, i') = cos(z_i^j, z_i'^j')                                             (Sec. 3.1)
 @fp32
 def similarities(z, c, row_ids, column_ids, mask):
-    """All views z (k, p, E) of p images, columns c (m, E), both of length 1; row_ids (k, p),
-    column_ids (m,) -> S hat (k p, m): S, masked by Eq. 3."""
-    return mask_positives(z.flatten(0, 1) @ c.T, row_ids.flatten(), column_ids, mask)
+    """Rows z (k, n, E), columns c (m, E), their ids (k, n) and (m,) -> S hat (k n, m)."""
+    S = z.flatten(0, 1) @ c.T                                            # (k n, m)
+    return mask_positives(S, row_ids.flatten(), column_ids, mask)
+
+
+# S hat(i, j) = 0 if i = j (mod n), else S(i, j)                                     (Eq. 3)
+def mask_positives(S, row_ids, column_ids, mask="exclude"):
+    """S (R, C), row_ids (R,), column_ids (C,) -> S hat. i = j (mod n): the ids are equal."""
+    # differs: "exclude" has -inf for 0 (header), here -1e30: 0 * log A would be NaN with -inf
+    value = {"exclude": -1e30, "zero": 0.0, "self": 0.0, "none": None}[mask]
+    return S if mask == "none" else S.masked_fill(row_ids[:, None] == column_ids, value)
 
 
 # a_i^j = softmax(s_i^j / tau)                                                       (Eq. 1)
@@ -101,65 +131,46 @@ def attention(S, tau, log=False):
     return log_A if log else log_A.exp()
 
 
-# S hat(i, j) = 0 if i = j (mod n), else S(i, j)                                     (Eq. 3)
-def mask_positives(S, row_ids, column_ids, mask="exclude"):
-    """S (R, C) -> S hat. row_ids (R,), column_ids (C,): images; equal ids are i = j (mod n)."""
-    # differs: "exclude" has -inf for 0 (header), here -1e30: 0 * log A would be NaN with -inf
-    value = {"exclude": -1e30, "zero": 0.0, "self": 0.0, "none": None}[mask]
-    return S if mask == "none" else S.masked_fill(row_ids[:, None] == column_ids, value)
-
-
 # B = argmin_B' <-S, B'> - tau_B entropy(B'),  B' doubly stochastic                  (Eq. 4)
-# What runs, with logarithms: K = exp(S / tau_B), in turn K / column sums, K / row sums (Sec. 3.3)
+# Sinkhorn (Sec. 3.3): K = exp(S / tau_B), then repeat K = K / column sums, K = K / row sums.
 @fp32
 @torch.no_grad()
 def sinkhorn(S, tau, iters, *, gather=all_ranks):
-    """S (..., rows, columns), tau: tau_B -> B, without gradient. A row sums to 1. Summed over all
-    ranks, a column is about (rows of all ranks) / columns (bam_loss.py:289), in bam_loss k / G.
-    This is 1 for the square S of the paper. `gather` joins the columns' sums of all ranks."""
+    """S (..., rows, columns) of this rank, tau: tau_B -> B, without gradient. Each row sums to 1.
+    Over all ranks a column sums to about rows / columns (bam_loss.py:289): k / G in bam_loss, 1 in
+    the paper, where S is square."""
     log_K = S / tau
-    for _ in range(iters):  # differs: columns first. [None]: a dimension for the ranks, (W, 1, m)
-        log_K -= gather(log_K.logsumexp(-2, keepdim=True)[None]).logsumexp(0)  # columns
-        log_K -= log_K.logsumexp(-1, keepdim=True)                             # rows
+    for _ in range(iters):                               # differs: columns first
+        sums = log_K.logsumexp(-2, keepdim=True)         # (1, m), log sums over this rank's rows
+        log_K -= gather(sums[None]).logsumexp(0)         # columns; [None]: a dimension for ranks
+        log_K -= log_K.logsumexp(-1, keepdim=True)       # rows
     return log_K.exp_()
 
 
 # L_SA-matching = sum_{j != j'} sum_i CE(a_i^j, a_i^j')                              (Eq. 2)
 # L_BAM         = sum_{j != j'} sum_i CE(b_i^j, a_i^j'),  CE(b, a) = -<b, log a>     (Eq. 5)
-# Eq. 2 is Eq. 5 with A in place of B. ablated_loss, below, does this, with tau_B in the target.
+# Eq. 2 is Eq. 5 with A in place of B: ablated_loss (below) with target="softmax".
 def matching(B, log_A):
-    """B (G, p, m), log A (k, p, m) of p images -> the loss of each image (p,)."""
-    loss = 0
-    for j, b in enumerate(B):
-        for j2, log_a in enumerate(log_A):           # j2 is j'
-            if j2 != j:
-                loss = loss - (b * log_a).sum(-1)    # (p,)  CE(b_i^j, a_i^j')
-    return loss / (len(B) * (len(log_A) - 1))        # differs: a mean over pairs (bam_loss.py:128)
+    """Targets B (G, n, m), log A (k, n, m) -> the loss of each image (n,)."""
+    G, k, loss = len(B), len(log_A), 0
+    for j in range(G):
+        for j2 in range(k):                              # j2 is j'
+            if j != j2:
+                loss = loss - (B[j] * log_A[j2]).sum(-1)     # (n,)  CE(b_i^j, a_i^j')
+    return loss / (G * (k - 1))  # differs: a mean over the pairs of views (bam_loss.py:128)
 
 
 def matching_loss(z, B, c, row_ids, column_ids, mask, tau):
-    """L_BAM of latents z (k, n, E), columns c (m, E) and given targets B (G, n, m) -> loss, mean
-    entropy of A's rows, mean entropy of B's rows."""
+    """z (k, n, E), targets B (G, n, m) -> L_BAM and the mean entropies of A's and of B's rows."""
     def of_images(z, B, row_ids):
-        S_hat = similarities(z, c, row_ids, column_ids, mask)                # (k p, m)
-        log_A = attention(S_hat, tau, log=True).unflatten(0, row_ids.shape)  # (k, p, m)
-        return matching(B, log_A), entropy(log_A.detach().exp()).mean(0)
+        S_hat = similarities(z, c, row_ids, column_ids, mask)                # (k n, m)
+        log_A = attention(S_hat, tau, log=True)                              # (k n, m)
+        log_A = log_A.unflatten(0, row_ids.shape)                            # (k, n, m)
+        return matching(B, log_A), entropy(log_A.detach().exp()).mean(0)     # (n,), (n,)
 
-    # (n,) each; in_parts (below) is of_images(z, B, row_ids) in less memory
+    # in_parts (below) is of_images(z, B, row_ids) in less memory: for some images at a time
     losses, entropy_a = in_parts(of_images, z, B, row_ids, size=len(z) * len(c))
     return losses.mean(), entropy_a.mean(), entropy(B).mean()  # differs: a mean over images
-
-
-@fp32
-def arrange(z, n_views, n_global, z_teacher, mask, gather):
-    """Normalises the latents (k n, E) and gathers the columns of all ranks -> z, z_m (k, n, E),
-    c (m, E), image ids of rows (k, n) and of columns (m,); with mask="self" ids of views."""
-    check_latents(z, n_views, n_global, z_teacher)
-    z = F.normalize(z, dim=-1).unflatten(0, (n_views, -1))               # (k, n, E)
-    z_m = z if z_teacher is None else F.normalize(z_teacher.detach(), dim=-1).view(z.shape)
-    c = gather(z_m[:n_global].flatten(0, 1))  # (m, E)  differs: columns of large views alone
-    row_ids = image_ids(z, n_global, c, mask)                            # (k, n); below
-    return z, z_m, c, row_ids, gather(row_ids[:n_global].flatten())
 
 
 def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, iters=3,
@@ -176,15 +187,16 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
     check_temperatures(tau, tau_b, iters)
     z, z_m, c, row_ids, column_ids = arrange(z, n_views, G, teacher, mask, gather)
     with torch.no_grad():  # targets have no gradient (Sec. 4.1)
-        B = sinkhorn(similarities(z_m, c, row_ids, column_ids, mask), tau_b, iters, gather=gather)
+        S_hat = similarities(z_m, c, row_ids, column_ids, mask)              # (k n, m)
+        B = sinkhorn(S_hat, tau_b, iters, gather=gather)                     # (k n, m)
     B = B.unflatten(0, row_ids.shape)[:G]  # (G, n, m)  differs: small views are no targets
     found = matching_loss(z, B, c, row_ids, column_ids, mask, tau)
     return found if entropies else found[0]
 
 
 class Projector(nn.ModuleList):
-    """The projector g (App. C): three linear layers, activations between them, and after each layer
-    BatchNorm over the images of all ranks (below), or no BatchNorm."""
+    """The projector g (App. C): three linear layers with activations between them. By default, and
+    without a teacher alone, BatchNorm over the images of all ranks (below) follows each layer."""
 
     def __init__(self, d, config):
         super().__init__()
@@ -206,7 +218,7 @@ class Projector(nn.ModuleList):
             if isinstance(layer, BatchNorm):
                 h = layer(h, gather)
             else:
-                h = layer(h if layer is self[0] else self.activation(h))
+                h = layer(h if layer is self[0] else self.activation(h))  # before layers 2 and 3
         return h
 
 
@@ -229,7 +241,7 @@ class Model(nn.Module):
     def student(self):
         return nn.ModuleList([self.image_encoder, self.projector])
 
-    def readout(self, tokens):  # N tokens of each image (n, N, d) -> h (n, d)
+    def readout(self, tokens):  # (images, tokens of an image, d) -> h (images, d)
         return tokens[:, 0] if self.config.readout == "cls" else tokens.mean(1)
 
     def latents(self, network, views, gather):
@@ -242,7 +254,7 @@ class Model(nn.Module):
 
     def forward(self, batch, gather=all_ranks):
         """batch["views"]: list of k views (n, 3, s, s), two large first -> {"loss", scalars}."""
-        views, z_m = checked_views(batch["views"]), None
+        z_m, views = None, checked_views(batch["views"])
         if self.teacher:  # before the student, whose activations stay in memory until backward
             with torch.no_grad():
                 z_m = self.latents(self.teacher, views, gather)[1].flatten(0, 1)
@@ -252,6 +264,11 @@ class Model(nn.Module):
                 "similarity": mean_cosine(z[0].detach()),
                 "effective_rank": effective_rank(gather(h[0].detach()))}
 
+    def loss(self, z, n_views, z_m, gather):
+        cfg = self.config
+        return bam_loss(z, n_views, z_m, n_global=2, tau=cfg.tau, tau_b=cfg.tau_b,
+                        iters=cfg.sinkhorn_iters, mask=cfg.mask, gather=gather, entropies=True)
+
     def train(self, mode=True):
         """The teacher's BatchNorm uses statistics of the batch in training, as the student's does.
         The teacher's stochastic depth stays off, so that targets have no noise of their own."""
@@ -260,11 +277,6 @@ class Model(nn.Module):
             for module in self.teacher.modules():
                 module.training = mode and isinstance(module, nn.modules.batchnorm._BatchNorm)
         return self
-
-    def loss(self, z, n_views, z_m, gather):
-        cfg = self.config
-        return bam_loss(z, n_views, z_m, n_global=2, tau=cfg.tau, tau_b=cfg.tau_b,
-                        iters=cfg.sinkhorn_iters, mask=cfg.mask, gather=gather, entropies=True)
 
     @torch.no_grad()
     def after_update(self, step, steps):

@@ -7,7 +7,8 @@ patches below a threshold get 0. The weighted mean of the patches must resemble 
 the other words of the caption. We know of no code by the authors; their App. C has a listing.
 
 There are B pairs on each rank, P patches in an image (the paper's P and R), L tokens in the longest
-caption. Encoders have the width d, embeddings the width E, which is the paper's d.
+caption. Encoders have the width d, embeddings the width E, which is the paper's d. Indices: i is a
+pair, l a token, p, k and r a patch in Eq. 2-5; j and k are words of one caption in Eq. 6.
 
     symbol      name here               shape       where
     f_v         Model.patch_outputs     (B, P, d)   Sec. 2; all patches, without [CLS]
@@ -20,7 +21,7 @@ caption. Encoders have the width d, embeddings the width E, which is the paper's
     a           alignment_weights       (B, L, P)   Eq. 2-4
     sigma       threshold               scalar      Eq. 3; 1 / P by default
     c_l         c                       (B, L, E)   Eq. 5; language-grouped vision embedding
-    tau         1 / scale               scalar      Eq. 1, 6; learned, shared by both losses
+    tau         1 / scale               scalar      Eq. 1, 6; temperature, learned, shared by both
     L_g         global_loss             scalar      Eq. 1
     L_f         fine_grained_loss       scalar      Eq. 6; the fine-grained loss
 
@@ -63,7 +64,7 @@ class Config:
     align: Literal["sparse", "dense", "softmax"] = "sparse"
     # layer before the global image embedding: plain h_v(x) (Sec. 2), or residual x + h_v(x)
     h_v: Literal["plain", "residual"] = "plain"
-    # mean of L_f over the words of each caption (Eq. 6), or over all words of a batch (listing 1)
+    # L_f is a mean over the words of each caption, as in Eq. 6, or of the batch, as in listing 1
     token_mean: Literal["caption", "batch"] = "caption"
 
 
@@ -80,10 +81,10 @@ def fp32(function):
 def all_ranks(x):
     """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
     order of the ranks. Gradients flow back (Gather, below). Without a process group, it returns x.
-    On several GPUs call dist.init_process_group and wrap the model in DDP, which averages the
-    gradients; nothing else. Each rank gives its own rows, equally many. To validate on one rank,
-    call the model itself, not its DDP wrapper, with gather=lambda x: x. DDP's forward sends buffers
-    and would wait for all ranks."""
+    On several GPUs: call dist.init_process_group, then wrap the model in DDP, which averages the
+    gradients. Each rank gives its own rows, equally many. To validate on one rank alone: call the
+    model itself, not DDP(model), with gather=lambda x: x. DDP's forward would wait for all ranks.
+    """
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
@@ -92,14 +93,14 @@ def all_ranks(x):
 # cross_entropy(x, i) is -1/B sum_i log softmax(x_i)_i.
 @fp32
 def global_loss(v, t, scale, *, gather=all_ranks):
-    """CLIP's loss. v, t (B, E): the paper's vbar, tbar of this rank, normalised here -> scalar.
-    scale: 1 / tau, from 1 to 100, not its logarithm. The check accepts a log-scale from 1 to 4.6
-    that is no nn.Parameter. gather: see all_ranks. Gradients accumulated over small batches differ
-    from those of one large batch: each small batch has fewer negatives."""
+    """CLIP's loss. v, t (B, E): vbar, tbar of this rank, normalised here -> scalar. scale: 1 / tau,
+    from 1 to 100, not its logarithm; a logarithm above 1 raises no error unless it is an
+    nn.Parameter. gather: see all_ranks. Gradients accumulated over small batches differ from those
+    of one large batch: each small batch has fewer negatives."""
     check_pairs(v, t, scale)
-    v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
-    v_to_t = scale * v @ gather(t).T                 # (B, world * B)  cos(vbar_i, tbar_j) / tau
-    t_to_v = scale * t @ gather(v).T                 # (B, world * B)  cos(tbar_i, vbar_j) / tau
+    vbar, tbar = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
+    v_to_t = scale * vbar @ gather(tbar).T           # (B, world * B)  cos(vbar_i, tbar_j) / tau
+    t_to_v = scale * tbar @ gather(vbar).T           # (B, world * B)  cos(tbar_i, vbar_j) / tau
     i = own_columns(v_to_t)                          # (B,), the columns j = i
     return (F.cross_entropy(v_to_t, i) + F.cross_entropy(t_to_v, i)) / 2
 
@@ -117,16 +118,42 @@ def alignment_weights(tokens, patches, threshold=None):
     check_sigma(sigma)
     s = tokens @ patches.transpose(1, 2)                        # (B, L, P)
     low, high = s.amin(-1, keepdim=True), s.amax(-1, keepdim=True)  # (B, L, 1)
-    equal = high == low  # differs from Eq. 2, which is 0 / 0: all weights are equal
-    span = (high - low).masked_fill(equal, 1.0)  # no 0 / 0, also not in the gradient
-    s_hat = torch.where(equal, 1.0, (s - low) / span)
+    equal = high == low                                             # (B, L, 1)
+    span = torch.where(equal, 1.0, high - low)  # never 0, so no gradient is NaN
+    s_hat = (s - low) / span                                        # (B, L, P)
+    s_hat = torch.where(equal, 1.0, s_hat)  # differs: Eq. 2 is 0 / 0 here; all weights are 1 / P
     s_til = torch.where(s_hat < sigma, 0.0, s_hat)
     return s_til / s_til.sum(-1, keepdim=True)
 
 
+# L_f = 1/B sum_i l_i / L_i                                                      (Eq. 6)
+# l_i = -1/2 sum_j [ log softmax_k(cos(c_ij, t_ik) / tau)_j
+#                  + log softmax_k(cos(t_ij, c_ik) / tau)_j ]
+# i: a pair; j, k: words of its caption; L_i: their number; c_ij: c_l of Eq. 5, below.
+@fp32
+def sequence_losses(c, t, words, scale):
+    """c, t (B, L, E), words (B, L) -> l (B,), 0 for a caption without words. The negatives of a
+    word are the other words of its caption, so no other caption is needed."""
+    c, t = F.normalize(c, dim=-1), F.normalize(t, dim=-1)
+    c_to_t = scale * c @ t.transpose(1, 2)   # (B, L, L), [i, j, k] is cos(c_ij, t_ik) / tau
+    t_to_c = c_to_t.transpose(1, 2)          # (B, L, L), [i, j, k] is cos(t_ij, c_ik) / tau
+    no_word = ~words[:, None, :]             # (B, 1, L), over k
+    lowest = torch.finfo(c_to_t.dtype).min   # -inf would be NaN in a caption without words
+    c_to_t = c_to_t.masked_fill(no_word, lowest).log_softmax(-1)
+    t_to_c = t_to_c.masked_fill(no_word, lowest).log_softmax(-1)
+    log_p = c_to_t.diagonal(dim1=1, dim2=2) + t_to_c.diagonal(dim1=1, dim2=2)   # (B, L), k = j
+    return -0.5 * log_p.masked_fill(~words, 0.0).sum(1)
+
+
+def mean_of_words(losses, words, token_mean="caption", gather=all_ranks):
+    """losses l (B,), words (B, L) -> L_f. token_mean="batch" is listing 1 (below)."""
+    count = words.sum(1)                     # (B,), L_i
+    if token_mean != "caption":
+        return mean_of_batch(losses, count, token_mean, gather)
+    return (losses / count.clamp(min=1)).mean()
+
+
 # c_l = sum_{r=1..P} a_lr v_r                                                    (Eq. 5)
-# L_f = -1/2B sum_i 1/L_i sum_j [ log softmax_k(cos(c_ij, t_ik) / tau)_j
-#                               + log softmax_k(cos(t_ij, c_ik) / tau)_j ]       (Eq. 6)
 @fp32
 def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
                       token_mean="caption", gather=all_ranks):
@@ -138,40 +165,16 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
     L_f can fall although the model ignores the images. To see this, log also L_f with
     patches.roll(1, 0) (FullModel.diagnose). This second loss must be much larger than L_f.
     """
+    words = checked_words(tokens, patches, mask, scale)     # (B, L)
+    tokens = tokens.masked_fill(~words[..., None], 0.0)     # 0 * NaN would be NaN
+
     def of_captions(tokens, patches, words):
         c = align(tokens, patches) @ patches                # (B, L, E)  Eq. 5
         return sequence_losses(c, tokens, words, scale)     # (B,)  l_i of Eq. 6
 
-    words = checked_words(tokens, patches, mask, scale)     # (B, L)
-    tokens = tokens.masked_fill(~words[..., None], 0.0)     # 0 * NaN would be NaN
     # (B,); in_rows (below) is of_captions(tokens, patches, words) in less memory
     losses = in_rows(of_captions, tokens, patches, words, size=tokens.shape[1] * patches.shape[1])
     return mean_of_words(losses, words, token_mean, gather)
-
-
-# l_i = -1/2 sum_j [ log softmax_k(cos(c_ij, t_ik) / tau)_j
-#                  + log softmax_k(cos(t_ij, c_ik) / tau)_j ]      (Eq. 6, inner half)
-@fp32
-def sequence_losses(c, t, words, scale):
-    """c, t (B, L, E), words (B, L) -> l (B,), 0 for a caption without words. The negatives of a
-    word are the other words of its caption, so no other caption is needed."""
-    c, t = F.normalize(c, dim=-1), F.normalize(t, dim=-1)
-    logits = scale * c @ t.transpose(1, 2)   # (B, L, L), [i, j, k] is cos(c_ij, t_ik) / tau
-    no_word = ~words[:, None, :]             # (B, 1, L)
-    lowest = torch.finfo(logits.dtype).min   # -inf would be NaN in a caption without words
-    c_to_t = logits.masked_fill(no_word, lowest).log_softmax(-1)
-    t_to_c = logits.transpose(1, 2).masked_fill(no_word, lowest).log_softmax(-1)
-    log_p = c_to_t.diagonal(dim1=1, dim2=2) + t_to_c.diagonal(dim1=1, dim2=2)   # (B, L)
-    return -0.5 * log_p.masked_fill(~words, 0.0).sum(1)
-
-
-# L_f = 1/B sum_i l_i / L_i                                        (Eq. 6, outer half)
-def mean_of_words(losses, words, token_mean="caption", gather=all_ranks):
-    """losses l (B,), words (B, L) -> scalar. token_mean="batch" is listing 1 (below)."""
-    count = words.sum(1)                     # (B,), L_i
-    if token_mean != "caption":
-        return mean_of_batch(losses, count, token_mean, gather)
-    return (losses / count.clamp(min=1)).mean()
 
 
 def words_only(mask):
@@ -179,7 +182,9 @@ def words_only(mask):
     [SEP], the last token. Padding comes last. If your tokenizer adds neither, use its mask as the
     mask of words."""
     mask = checked_mask(mask, mask.shape)
-    return F.pad(mask[:, 2:], (1, 1))  # token l > 0 is a word if there is a token l + 1
+    words = torch.zeros_like(mask)
+    words[:, 1:-1] = mask[:, 2:]  # token l > 0 is a word if there is a token l + 1
+    return words
 
 
 def masked_mean(x, mask):
@@ -188,8 +193,8 @@ def masked_mean(x, mask):
 
 
 class Residual(nn.Sequential):
-    """x + h_v(x). differs: the paper adds no x. L_f trains g_v(x). With plain h_v segmentation
-    sees only g_v(h_v(x)) (D.7), which L_f does not train; the sum has both."""
+    """x + h_v(x). differs: the paper adds no x. Segmentation reads g_v(h_v(x)) of a patch (D.7),
+    but L_f trains g_v(x). The sum has both."""
 
     def forward(self, x):
         return x + super().forward(x)
@@ -205,8 +210,8 @@ class Model(nn.Module):
         check_encoder(image_encoder)
         self.config = config
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
-        h_v = {"plain": nn.Sequential, "residual": Residual}[config.h_v]
-        self.h_v = h_v(nn.Linear(image_width, image_width), nn.GELU())
+        kind = {"plain": nn.Sequential, "residual": Residual}[config.h_v]
+        self.h_v = kind(nn.Linear(image_width, image_width), nn.GELU())
         self.g_v = nn.Linear(image_width, config.embed_dim, bias=False)
         self.g_t = nn.Linear(text_width, config.embed_dim, bias=False)
         nn.init.normal_(self.g_v.weight, std=image_width**-0.5)
@@ -216,7 +221,8 @@ class Model(nn.Module):
     def forward(self, batch, gather=all_ranks):
         """batch: images (B, 3, H, W), tokens (B, L), mask (B, L), True at tokens, then False at
         padding -> {"loss": Eq. 7, others to log}."""
-        cfg, words = self.config, words_only(batch["mask"])  # differs: without [CLS] and [SEP]
+        cfg = self.config
+        words = words_only(batch["mask"])  # (B, L)  differs: without [CLS] and [SEP]
         f_v = self.patch_outputs(batch["images"])                   # (B, P, d)
         f_t = self.text_encoder(batch["tokens"], batch["mask"])     # (B, L, d)
         vbar = self.g_v(self.h_v(f_v.mean(1)))                      # (B, E)
@@ -226,7 +232,7 @@ class Model(nn.Module):
         loss_g = global_loss(vbar, tbar, scale, gather=gather)
         loss_f = fine_grained_loss(t, v, words, scale, align=self.align,
                                    token_mean=cfg.token_mean, gather=gather)
-        loss = cfg.lambda_g * loss_g + cfg.lambda_f * loss_f        # Eq. 7
+        loss = cfg.lambda_g * loss_g + cfg.lambda_f * loss_f        # (Eq. 7)
         return {"loss": loss, "global": loss_g.detach(), "local": loss_f.detach(),
                 "scale": scale.detach()}
 

@@ -7,7 +7,7 @@ from a single head, so it tends to hold a single concept. Both encoders of CLIP 
 similarity of an image and a caption is the mean of the L cosines between their slots.
 
 B images or captions give n outputs of width d each (a caption has n tokens), and L slots of width
-V. Queries have width D, and g = grp_size slots share one K_l (App. A).
+V. Queries have width D. g = grp_size neighbouring slots share one K_l (App. A); Eq. 1 has g = 1.
 
     symbol    name here        shape              where
     H         H                (B, n, d)          Sec. 3.2; the outputs of a transformer
@@ -15,9 +15,9 @@ V. Queries have width D, and g = grp_size slots share one K_l (App. A).
     K_l       Sparo.KVproj     d -> (L/g) D       Eq. 1; learned key projection
     W         Sparo.Wproj      D -> V             Eq. 1; learned, shared by all slots
     u_l       u                (L/g, g, d)        Sparo.forward; what slot l looks for in H
-    a_l       attn             (B, L, n)          Eq. 1; its attention over the outputs
+    a_l       attn             (B, L, n)          Sparo.forward; the softmax of Eq. 1
     p_l       p                (B, L/g, g, d)     Sparo.forward; H, weighted by a_l
-    y_l       y, slots_i, _t   (B, L, V)          Eq. 1; the slots, of images and of captions
+    y_l       y                (B, L, V)          Eq. 1; slots (slots_i of images, slots_t of texts)
     y         normalize_slots  (B, M)             Sec. 3.3; encoding, of length 1; M = L V
     y^i, y^t  y_i, y_t         (B, M)             Eq. 2; encodings of images and captions
     tau       1 / scale        scalar             Sec. 3.3; temperature of CLIP's loss, learned
@@ -79,20 +79,23 @@ def fp32(function):
 def all_ranks(x):
     """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
     order of the ranks. Gradients flow back (Gather, below). Without a process group, it returns x.
-    On several GPUs call dist.init_process_group and wrap the model in DDP, which averages the
-    gradients; nothing else. Each rank gives its own rows, equally many. To validate on one rank,
-    call the model itself, not its DDP wrapper, with gather=lambda x: x. DDP's forward sends buffers
-    and would wait for all ranks."""
+    On several GPUs: call dist.init_process_group, then wrap the model in DDP, which averages the
+    gradients. Each rank gives its own rows, equally many. To validate on one rank alone: call the
+    model itself, not DDP(model), with gather=lambda x: x. DDP's forward would wait for all ranks.
+    """
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
 # y_l = W K_l H^T softmax(H K_l^T q_l / sqrt(D))                                    (Eq. 1)
 #
-# The code computes the same function in another order. q_l does not depend on the image, so
-# K_l^T q_l comes first. K_l then projects one pooled vector p_l per slot, not n outputs.
+# forward works from the right to the left: y_l = W (K_l (H^T softmax(H (K_l^T q_l / sqrt(D))))).
+#     u_l = K_l^T q_l / sqrt(D)   (d,)  comes first, because no image is in it
+#     a_l = softmax(H u_l)        (n,)  the attention
+#     p_l = H^T a_l               (d,)  one vector, so that K_l need not project n outputs
+#     y_l = W K_l p_l             (V,)
 class Sparo(nn.Module):
     """Separate-head attention (Sec. 3.2). Parameters have the names and dimensions of App. A's
-    listing. q has five dimensions, and channels_last takes four: convert only the image encoder.
+    listing. Convert only the image encoder to channels_last: it takes four dimensions, q has five.
     Raises ValueError if grp_size does not divide L."""
 
     def __init__(self, d, L, V, D, grp_size=1):
@@ -113,19 +116,18 @@ class Sparo(nn.Module):
         H = checked_outputs(x, self.KVproj.in_features)            # x, checked
         if eos_idx is not None:
             padding = after_end(eos_idx, x)                        # (B, n), below
-            H = H.masked_fill(padding[..., None], 0.0)             # 0 * NaN would be NaN
+            H = H.masked_fill(padding[..., None], 0.0)             # weight 0 * NaN would be NaN
+        q = self.q[0, :, :, 0]                                     # (L/g, g, D)
         K = self.KVproj.weight.unflatten(0, (self.nkeys, self.D))  # (L/g, D, d)
-        # u_l = K_l^T q_l / sqrt(D)
-        u = self.q[0, :, :, 0] @ K * self.D**-0.5                  # (L/g, g, d)
-        # a_l = softmax(H u_l)
-        scores = F.linear(H, u.flatten(0, 1)).transpose(1, 2)      # (B, L, n)
+        u = q @ K * self.D**-0.5                                   # (L/g, g, d), rows u_l
+        scores = F.linear(H, u.flatten(0, 1))                      # (B, n, L), columns H u_l
+        scores = scores.transpose(1, 2)                            # (B, L, n)
         if eos_idx is not None:
             scores = scores.masked_fill(padding[:, None], -torch.inf)
         attn = scores.softmax(-1)                                  # (B, L, n)
-        # p_l = H^T a_l
-        p = (attn @ H).unflatten(1, (self.nkeys, self.grp_size))   # (B, L/g, g, d)
-        # y_l = W K_l p_l;  i: image or caption, k: one of L/g keys, g: slot of a key
-        values = torch.einsum("ikgd,kDd->ikgD", p, K)              # (B, L/g, g, D)
+        p = attn @ H                                               # (B, L, d), rows p_l
+        p = p.unflatten(1, (self.nkeys, self.grp_size))            # (B, L/g, g, d)
+        values = torch.einsum("bkgd,kDd->bkgD", p, K)              # (B, L/g, g, D), K_l p_l
         # differs: biases. K_l's b_l enters a value once, because a_l sums to 1. The scores leave
         # b_l out: q_l . b_l is one number for all positions of a slot, and softmax ignores it.
         values = values + self.KVproj.bias.view(self.nkeys, 1, self.D)
@@ -149,7 +151,7 @@ def normalize_slots(y):
 def clip_loss(v, t, scale, *, gather=all_ranks):
     """v, t: slots (B, L, V) or encodings (B, M) of this rank's images and captions -> scalar. An
     encoding counts as one slot. The loss normalises v and t. scale: 1 / tau, from 1 to 100, not its
-    logarithm. The check accepts a log-scale from 1 to 4.6 that is no nn.Parameter. gather: see
+    logarithm; a logarithm above 1 raises no error unless it is an nn.Parameter. gather: see
     all_ranks. Gradients accumulated over small batches differ from those of one large batch: each
     small batch has fewer negatives."""
     check_pairs(v, t, scale)

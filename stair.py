@@ -12,18 +12,18 @@ B images or captions have n outputs of width d each. The vocabulary has |V| word
     symbol      name here            shape            where
     f, g        image_encoder, image_head             Eq. 1; for texts: text_encoder, text_head
     h_j         h                    (B, n, d)        Eq. 4; an encoder's output at position j
-    transform   transform            d -> D           Eq. 4; h_e = transform(h), of e's width D
+    transform   transform            d -> D           Eq. 4; FC, GELU, LayerNorm
     e, b        e, b                 (|V|, D), (|V|,) Eq. 4; e: the text encoder's embedding
     p(h_j)      p                    (B, n, |V|)      Eq. 4
     enc         v of images, t of texts  (B, |V|)     Eq. 5; the weights of the words; E() of Eq. 1
     mask(y)     caption_mask         (B, |V|)         Eq. 8; 1 if the caption has the token
     lambda_1,2  lambda_image, _text  scalar           Eq. 7
-    T           1 / scale            scalar           Eq. 3; learned
+    T           1 / scale            scalar           Eq. 3; temperature, learned (ours)
 
 Differs from the paper (search for "differs" for the rest):
   * Up to stage `revive_until`, a word of the caption gets a gradient even at weight 0. The preset
-    b16 does not do this. The paper's ReLU stops this gradient, so a word that the image encoder
-    does not see at first can never come back.
+    b16 does not do this. The paper's ReLU stops this gradient, so images do not train a word
+    that is inactive in all of them.
   * The loss divides an encoding by max(0.5, its length). This bounds the gradient.
 Where the paper is silent, these choices are ours (see also PRESETS and LAMB):
   * The loss is the mean of Eq. 3 and its mirror, from text to image.
@@ -49,7 +49,7 @@ from torch import nn
 @dataclass(kw_only=True)
 class Config:
     lambda_image: float = 1e-3    # weight of the images' FLOPs loss (Eq. 7; Sec. 6.3: 1e-4 to 1e-2)
-    lambda_text: float = 1e-3     # weight of the captions' FLOPs loss (Eq. 7)
+    lambda_text: float = 1e-3     # weight of the captions' FLOPs loss, as in Eq. 7
     ramp: float = 0.5             # fraction of a stage in which both lambdas grow (Sec. 4.2; ours)
     # last stage in which inactive words of a caption get a gradient, 0 for no stage (ours)
     revive_until: int = 3
@@ -69,23 +69,23 @@ def fp32(function):
 def all_ranks(x):
     """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
     order of the ranks. Gradients flow back (Gather, below). Without a process group, it returns x.
-    On several GPUs call dist.init_process_group and wrap the model in DDP, which averages the
-    gradients; nothing else. Each rank gives its own rows, equally many. To validate on one rank,
-    call the model itself, not its DDP wrapper, with gather=lambda x: x. DDP's forward sends buffers
-    and would wait for all ranks."""
+    On several GPUs: call dist.init_process_group, then wrap the model in DDP, which averages the
+    gradients. Each rank gives its own rows, equally many. To validate on one rank alone: call the
+    model itself, not DDP(model), with gather=lambda x: x. DDP's forward would wait for all ranks.
+    """
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
 # M(x, y) = cos(enc(x), enc(y))                                                      (Eq. 2)
 # L_con = -1/B sum_i log( exp(M(x_i, y_i) / T) / sum_j exp(M(x_i, y_j) / T) )        (Eq. 3)
-# The paper sums over D_i and divides by |D|: here x_i with the captions of all ranks, and B.
+# The paper's D_i is here x_i with the captions of all ranks; its |D| is B, the pairs of this rank.
 # cross_entropy(x, i) is -1/B sum_i log( exp(x_ii) / sum_j exp(x_ij) ).
 @fp32
 def contrastive_loss(v, t, scale, *, gather=all_ranks):
     """The mean of Eq. 3 and its mirror. v, t (B, |V|): enc of this rank's images and captions,
-    normalised here -> scalar. scale: 1 / T, from 1 to 100, not its logarithm. The check accepts a
-    log-scale from 1 to 4.6 that is no nn.Parameter. gather: see all_ranks. Gradients accumulated
-    over small batches differ from those of a large one: each small batch has fewer negatives."""
+    normalised here -> scalar. scale: 1 / T, from 1 to 100, not its logarithm; a logarithm above 1
+    raises no error unless it is an nn.Parameter. gather: see all_ranks. Gradients accumulated over
+    small batches differ from those of a large one: each small batch has fewer negatives."""
     check_pairs(v, t, scale)
     v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
     t = F.normalize(t, dim=-1, eps=0.5)
@@ -106,13 +106,12 @@ def flops_loss(enc, *, gather=all_ranks):
     return gather(mean).mean(0).square().sum()
 
 
-# p(h_j) = e . transform(h_j) + b,   transform(h) = LayerNorm(GELU(FC(h)))           (Eq. 4)
+# p(h_j) = e . transform(h_j) + b                                                    (Eq. 4)
 # enc = log(1 + relu(max_j p(h_j)))                                                  (Eq. 5)
-def encode(h_e, e, b, mask=None):
-    """h_e = transform(h) (B, n, D), e (|V|, D), b (|V|,) -> enc (B, |V|). mask (B, n) is False at
-    padding. The position with the largest p decides a word's weight; the log dampens large weights.
-    The head calls `streamed` (below), the same function for a few samples at a time."""
-    p = h_e @ e.T + b                                                    # (B, n, |V|)
+def encode(transformed, e, b, mask=None):
+    """transformed: transform(h) (B, n, D) of the head below; e (|V|, D), b (|V|,) -> enc (B, |V|).
+    mask (B, n) is False at padding. The log dampens large weights."""
+    p = transformed @ e.T + b                                            # (B, n, |V|)
     if mask is not None:
         p = p.masked_fill(~mask[:, :, None], -math.inf)
     return torch.log1p(p.max(1).values.relu())                           # (B, |V|)
@@ -122,8 +121,8 @@ class TokenProjectionHead(nn.Module):
     """Eq. 4 and 5: an encoder's outputs (B, n, d) -> enc (B, |V|).
 
     embedding: the nn.Embedding (|V|, D) that the text encoder reads, so that a weight belongs to a
-    word. Both heads share it. To keep one name in checkpoints, delete it here and pass its weight
-    as e, as Model does. Only its weight is read, so an adapter (LoRA) of it has no effect.
+    word. Both heads share it. Checkpoints would have it three times, so Model deletes it from its
+    heads and gives its weight to forward as e. A LoRA adapter of it has no effect.
     special: ids of tokens that are never active, 0 to |V| - 1.
     """
 
@@ -132,6 +131,7 @@ class TokenProjectionHead(nn.Module):
         vocab, D = embedding.weight.shape                                # |V|, D
         check_special(special, vocab)
         self.embedding = embedding
+        # transform(h) = LayerNorm(GELU(FC(h))) of Eq. 4
         self.transform = nn.Sequential(nn.Linear(d, D), nn.GELU(), nn.LayerNorm(D))
         self.bias = nn.Parameter(torch.zeros(vocab))
         self.register_buffer("valid", torch.ones(vocab, dtype=torch.bool))
@@ -149,7 +149,9 @@ class TokenProjectionHead(nn.Module):
             h = h.masked_fill(~mask[..., None], 0.0)                     # 0 * NaN would be NaN
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)  # special tokens are never active
-        return streamed(self.transform(h), e, b, mask, revived, self.training)  # differs: revived
+        transformed = self.transform(h)                                  # (B, n, D)
+        # differs: revived. Without it this is encode(transformed, e, b, mask) in less memory.
+        return streamed(transformed, e, b, mask, revived, self.training)
 
 
 # mask(y)_k = 1 if token k is in the caption y                                       (Eq. 8)
@@ -165,8 +167,9 @@ class Model(nn.Module):
     text_encoder(tokens, mask) -> (B, n, text_width). text_encoder.embedding is the nn.Embedding
     (|V|, D) that the encoder reads; text_encoder.special has the ids of tokens that are not words.
     The model begins in stage 1. Call after_update after each update, or both lambdas stay 0. Make a
-    new optimizer and a new DDP for each stage. With those of stage 2 the image encoder would not
-    learn in stage 3, or would get other weights on each rank. Neither raises an error. Each stage:
+    new optimizer and a new DDP for each stage. In stage 3 the optimizer of stage 2 would not train
+    the image encoder, and the DDP of stage 2 would not average its gradients. Neither raises an
+    error. Each stage:
 
         model.begin_stage(number, fresh=True)            # 1, then 2, then 3
         parallel = DDP(model) if ranks > 1 else model    # again, because stage 2 freezes parameters
@@ -187,11 +190,67 @@ class Model(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
         self.register_buffer("image_embedding", embedding.weight.detach().clone())  # see image_e
         self.register_buffer("strength", torch.tensor(0.0))  # factor of both lambdas, 0 to 1
-        # Encodings read the buffer `stage`, because copies of the model (averages of its weights)
-        # copy buffers. The int `number` decides what learns: reading `stage` waits for the GPU.
+        # The stage, twice. The buffer decides the encodings: checkpoints and copies of the model
+        # have it. The int decides what learns: to read the buffer, Python would wait for the GPU.
         self.register_buffer("stage", torch.tensor(1))
         self.number = 1
         self.register_load_state_dict_post_hook(continue_stage)  # below
+
+    def forward(self, batch, gather=all_ranks):
+        """batch: images (B, 3, H, W), tokens (B, n), mask (B, n), True at tokens, False at padding.
+        Returns {"loss": scalar, and scalars to log}."""
+        cfg, scale = self.config, self.log_scale.exp()
+        tokens, mask = batch["tokens"], batch["mask"]
+        revived = None
+        if self.number <= cfg.revive_until:                       # differs (header)
+            revived = self.caption_words(tokens, mask) > 0        # (B, |V|)
+        v = self.image_encoding(batch["images"], revived)         # (B, |V|)
+        t = self.text_encoding(tokens, mask, revived)             # (B, |V|)
+        contrast = contrastive_loss(v, t, scale, gather=gather)
+        flops_image, flops_text = flops_loss(v, gather=gather), flops_loss(t, gather=gather)
+        # L = L_con + lambda_1 L_FLOPs of images + lambda_2 L_FLOPs of texts         (Eq. 7)
+        flops = cfg.lambda_image * flops_image + cfg.lambda_text * flops_text
+        loss = contrast + self.strength * flops  # strength grows from 0 to 1 (Sec. 4.2)
+        log = {"contrast": contrast, "flops_image": flops_image, "flops_text": flops_text,
+               "active_image": (v > 0).sum(1).float().mean(), "scale": scale,
+               "active_text": (t > 0).sum(1).float().mean(), "stage": self.stage}
+        return {"loss": loss, **{name: value.detach() for name, value in log.items()}}
+
+    # E(x) = g(f(x)), here enc                                                       (Eq. 1)
+    def image_encoding(self, images, revived=None):  # (B, 3, H, W) -> enc (B, |V|)
+        return self.image_head(self.image_encoder(images), e=self.image_e(), revived=revived)
+
+    def text_encoding(self, tokens, mask, revived=None):
+        """tokens, mask (B, n) -> enc (B, |V|), or in stage 1 enc_mask of Eq. 8."""
+        h = self.text_encoder(tokens, mask)                       # (B, n, d)
+        enc = self.text_head(h, mask, self.text_encoder.embedding.weight, revived)
+        # enc_mask = g(f(y)) mask(y)                                                 (Eq. 8)
+        return torch.where(self.stage == 1, enc * self.caption_words(tokens, mask), enc)
+
+    def caption_words(self, tokens, mask):
+        """tokens, mask (B, n) -> mask(y) (B, |V|), 0 or 1. differs: without the special tokens."""
+        return caption_mask(tokens, mask, len(self.text_head.valid)) * self.text_head.valid
+
+    def image_e(self):
+        """The image head's e: in stage 2 the copy from the end of stage 1, else the shared e."""
+        e = self.text_encoder.embedding.weight
+        if self.number == 2:
+            e = e.detach()  # saves a backward pass that would give e only zeros
+        return torch.where(self.stage == 2, self.image_embedding, e)
+
+    def encode_image(self, images):  # -> (B, |V|), of length 1
+        return F.normalize(self.image_encoding(images), dim=-1)
+
+    def encode_text(self, tokens, mask):  # (B, n), (B, n) -> (B, |V|), of length 1
+        return F.normalize(self.text_encoding(tokens, mask), dim=-1)
+
+    def after_update(self, step, steps):
+        """Let the lambdas grow with the square of the step (Sec. 4.2) until the fraction `ramp` of
+        the stage is over. Keep the scale within [1, 100], as CLIP does."""
+        check_step(step, steps)
+        self.log_scale.data.clamp_(0, math.log(100))
+        ramp_steps = max(1, self.config.ramp * steps)
+        self.strength.fill_(min(1.0, ((step + 1) / ramp_steps) ** 2))
 
     def begin_stage(self, number, fresh):
         """Enter stage 1, 2 or 3 (Sec. 3). fresh: True if the stage begins, False if a checkpoint of
@@ -207,66 +266,13 @@ class Model(nn.Module):
             self.zero_grad()  # gradients of the last stage would move what this stage freezes
         if fresh and number == 2:
             self.image_embedding.copy_(self.text_encoder.embedding.weight.detach())
-        self.train(self.training)
+        self.train(self.training)  # see train
 
     def train(self, mode=True):
         """Stage 2 freezes the BatchNorm of the image encoder, too."""
         super().train(mode)
         self.image_encoder.train(mode and self.number != 2)
         return self
-
-    def image_e(self):  # in stage 2 the copy of e from the end of stage 1, else the shared e
-        e, learns = self.text_encoder.embedding.weight, self.number != 2
-        # detached: torch.where would give e only zeros, after the head's whole backward pass
-        return torch.where(self.stage == 2, self.image_embedding, e if learns else e.detach())
-
-    # E(x) = g(f(x)), here enc                                                       (Eq. 1)
-    def image_encoding(self, images, revived=None):  # (B, 3, H, W) -> enc (B, |V|)
-        return self.image_head(self.image_encoder(images), None, self.image_e(), revived)
-
-    def text_encoding(self, tokens, mask, revived=None):
-        """tokens, mask (B, n) -> enc (B, |V|), or in stage 1 enc_mask of Eq. 8."""
-        h, e = self.text_encoder(tokens, mask), self.text_encoder.embedding.weight
-        enc = self.text_head(h, mask, e, revived)
-        # enc_mask = g(f(y)) mask(y)                                                 (Eq. 8)
-        return torch.where(self.stage == 1, enc * self.caption_words(tokens, mask), enc)
-
-    def caption_words(self, tokens, mask):
-        """tokens, mask (B, n) -> mask(y) (B, |V|), 0 or 1. differs: without the special tokens."""
-        return caption_mask(tokens, mask, len(self.text_head.valid)) * self.text_head.valid
-
-    def forward(self, batch, gather=all_ranks):
-        """batch: images (B, 3, H, W), tokens (B, n), mask (B, n), True at tokens, False at padding.
-        Returns {"loss": scalar, and scalars to log}."""
-        cfg, scale = self.config, self.log_scale.exp()
-        tokens, mask = batch["tokens"], batch["mask"]
-        revives = self.number <= cfg.revive_until                 # differs (header)
-        revived = self.caption_words(tokens, mask) > 0 if revives else None   # (B, |V|)
-        v = self.image_encoding(batch["images"], revived)         # (B, |V|)
-        t = self.text_encoding(tokens, mask, revived)             # (B, |V|)
-        contrast = contrastive_loss(v, t, scale, gather=gather)
-        flops_image, flops_text = flops_loss(v, gather=gather), flops_loss(t, gather=gather)
-        # L = L_con + lambda_1 L_FLOPs of images + lambda_2 L_FLOPs of texts         (Eq. 7)
-        flops = cfg.lambda_image * flops_image + cfg.lambda_text * flops_text
-        loss = contrast + self.strength * flops  # strength grows from 0 to 1 (Sec. 4.2)
-        log = {"contrast": contrast, "flops_image": flops_image, "flops_text": flops_text,
-               "active_image": (v > 0).sum(1).float().mean(), "scale": scale,
-               "active_text": (t > 0).sum(1).float().mean(), "stage": self.stage}
-        return {"loss": loss, **{name: value.detach() for name, value in log.items()}}
-
-    def after_update(self, step, steps):
-        """Let the lambdas grow with the square of the step (Sec. 4.2) until the fraction `ramp` of
-        the stage is over. Keep the scale within [1, 100], as CLIP does."""
-        check_step(step, steps)
-        self.log_scale.data.clamp_(0, math.log(100))
-        ramp_steps = max(1, self.config.ramp * steps)
-        self.strength.fill_(min(1.0, ((step + 1) / ramp_steps) ** 2))
-
-    def encode_image(self, images):  # -> (B, |V|), of length 1; Table 9 shows weights before this
-        return F.normalize(self.image_encoding(images), dim=-1)
-
-    def encode_text(self, tokens, mask):  # (B, n), (B, n) -> (B, |V|), of length 1
-        return F.normalize(self.text_encoding(tokens, mask), dim=-1)
 
 
 # To read STAIR, stop here. ------------------------------------------------------------------

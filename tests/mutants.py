@@ -91,7 +91,7 @@ model.begin_stage(int(model.stage), fresh=«False => True») # a resume
 torch.where(self.stage «== 2 => > 1», self.image_embedding # stage 3
 self.image_encoder.train(«mode and self.number != 2 => mode») # BatchNorm
 torch.where(self.stage «== 1 => <= 2», enc * self # only stage 1 masks
-revives = self.number <«= => » cfg.revive_until # the last stage revives, too
+if self.number <«= => » cfg.revive_until: # the last stage revives, too
 flops = «cfg.lambda_image => cfg.lambda_text» * flops_image # Eq. 7
 loss = contrast + «self.strength * flops => flops» # the ramp
 ((step + 1) / ramp_steps)« ** 2 => ») # quadratic growth ;; («(step + 1) => step» / ramp_steps) ** 2) # off by one
@@ -110,8 +110,8 @@ batch=16384, steps=«1_200_000 => 600_000» # Sec. 4.2 ;; optimizer="lamb", beta
 schedule="linear", weight_decay=1e-«2 => 1» # Sec. 4.2 ;; warmup=«10_000 => 1000», clip_grad=0.0 # Sec. 4.2
 stages="single", steps=«600_000 => 300_000» # App. A ;; lr=2e-3, lr_3=«1.0 => 0.1» # tiny, as the docstring says
 == sparc.py | sparc | test_sparc test_statistics test_details
-v_to_t = «scale * v => v» @ gather(t).T # tau in Eq. 1
-t_to_v = scale * t @ «gather(v) => v».T # the images of one rank
+v_to_t = «scale * vbar => vbar» @ gather(tbar).T # tau in Eq. 1
+t_to_v = scale * tbar @ «gather(vbar) => vbar».T # the images of one rank
 F.cross_entropy(t_to_v, i))« / 2 => » # the mean of both directions
 return «rank => 0» * B + torch.arange(B, device # positives of this rank
 sigma = 1 / «patches.shape => tokens.shape»[1] if # Eq. 3: 1 / P
@@ -121,9 +121,9 @@ no_word = ~words[:, «None, : => :, None»] # padding is no negative
 -0.5 * «log_p.masked_fill(~words, 0.0).sum => log_p.sum»(1) # padding is no anchor
 «(losses / count.clamp(min=1)).mean => losses.sum() / count.sum»() # Eq. 6: words, then captions
 words = «gather(count.to(losses.dtype)[:, None] => count.to(losses.dtype»).mean() # words of one rank
-F.pad(mask[:, «2:], (1 => 1:], (0», 1)) # [CLS] is no word
+words[:, «1:-1] = mask[:, 2 => :-1] = mask[:, 1»:] # [CLS] is no word
 «mask.sum(1, keepdim=True).clamp(min=1) => x.shape[1]» # the mean over words
-h_v(nn.Linear(image_width, image_width)«, nn.GELU() => ») # h_v is not linear
+kind(nn.Linear(image_width, image_width)«, nn.GELU() => ») # h_v is not linear
 nn.init.normal_(self.g_v.weight, std=«image_width**-0.5 => 0.02») # initial g_v
 vbar = self.g_v(«self.h_v(f_v.mean(1)))                      # (B, E => f_v.mean(1)») # h_v in Sec. 2
 «cfg.lambda_g => cfg.lambda_f» * loss_g + cfg.lambda_f * loss_f # Eq. 7
@@ -160,9 +160,9 @@ steps=200_000, lr=«9e-4 => 1e-3» # D.4: the sweep ;; weight_decay=0.2, warmup=
 == bam.py | bam | test_statistics test_details test_presets test_dino test_bam test_finetune -k "not crop"
 log_A = (S / tau).log_softmax(-«1 => 2») # Eq. 1: rows ;; "zero": «0.0 => -1.0», # Eq. 3
 @fp32«\n@torch.no_grad() => »\ndef sinkhorn # B has no gradient
-log_K -= «gather(log_K.logsumexp(-2, keepdim=True)[None]).logsumexp(0 => log_K.logsumexp(-2, True») # one rank
-if j2 «!= => >» j: # Eq. 5: all pairs of views
-return loss / (len(B) * «(len(log_A) - 1 => len(log_A»)) # a mean over pairs
+log_K -= «gather(sums[None]).logsumexp(0) => sums» # one rank
+if j «!= => <» j2: # Eq. 5: all pairs of views
+return loss / (G * «(k - 1) => k») # a mean over pairs
 F.normalize(«z_teacher.detach() => z_teacher», dim=-1).view # the teacher has no gradient
 c = gather(«z_m => z»[:n_global].flatten(0, 1)) # App. C: columns of the teacher
 return «rank => 0» * n + torch.arange(n, device # positives of this rank
