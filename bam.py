@@ -15,21 +15,23 @@ latent has E numbers.
     z = g(h)  projector, z               (k, n, E)     Sec. 3; latents; arrange makes |z| = 1
     Z_m       z_m                        (k, n, E)     App. C; latents of the teacher, or z
     (none)    c                          (m, E)        z_m of all m = W G n large views: S's columns
-    S, S hat  similarities               (k n, m)      Sec. 3.1, Eq. 3; S's rows: z for A, z_m for B
-    A         attention                  (k n, m)      Eq. 1; row a_i^j: view j of image i
-    B         sinkhorn                   (k n, m)      Eq. 4; the targets; App. C calls them T
+    S, S hat  similarities               (k, n, m)     Eq. 3; for A of z and c, for B of z_m and c
+    A         attention                  (k, n, m)     Eq. 1; row a_i^j: view j of image i
+    B         sinkhorn                   (G, n, m)     Eq. 4; the targets; App. C calls them T
     tau       tau                        scalar        Eq. 1; temperature of A
     tau_B     tau_b                      scalar        Sec. 3.4; B's; Eq. 4: tau, App. F: lambda
     L_BAM     matching, bam_loss         (n,), scalar  Eq. 5; CE: cross-entropy
 
 The authors' code is https://github.com/DanielShalam/BAM at fd85871; (FILE:LINE) is a place in it.
-`python tests/parity.py bam PATH` trains both for 40 steps; losses differ by about 1e-15.
+`python tests/parity.py bam PATH` trains both, without BatchNorm; losses differ by about 1e-15.
 Differs from the paper, as the authors' code does (search for "differs" for the rest):
-  * Only large views are columns of S (bam_loss.py:141) and targets (bam_loss.py:106; not Sec. 3.5).
+  * Only large views are columns of S (bam_loss.py:141) and targets (bam_loss.py:106). Sec. 3.5
+    leaves out pairs of two small views alone.
   * S leaves out similarities of views of one image (bam_loss.py:63, 115). --mask zero is Eq. 3.
   * Sinkhorn has three iterations (bam_loss.py:34) and normalises columns first (bam_loss.py:292).
   * The loss is a mean over pairs of views and over images (bam_loss.py:128); Eq. 5 is a sum.
   * A run with a teacher is evaluated with the teacher (eval_linear.py:129, utils.py:106).
+Differs from the authors' code, too: BatchNorm in the projector has statistics of each view alone.
 Not here: see the comment at Settings.
 """
 
@@ -72,55 +74,52 @@ class Config:
 def fp32(function):
     """A decorator for losses. It casts half-precision arguments to float32, keeps float64, and
     turns autocast off (in_fp32, below)."""
-    return functools.wraps(function)(lambda *args, **options: in_fp32(function, *args, **options))
+    @functools.wraps(function)
+    def call(*args, **options):
+        return in_fp32(function, *args, **options)
+    return call
 
 
 def all_ranks(x):
     """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
     order of the ranks. Gradients flow back (Gather, below). Without a process group, it returns x.
-    On several GPUs: call dist.init_process_group, then wrap the model in DDP, which averages the
-    gradients. Each rank gives its own rows, equally many. To validate on one rank alone: call the
-    model itself, not DDP(model), with gather=lambda x: x. DDP's forward would wait for all ranks.
+    On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its
+    own rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients.
+    To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x.
+    DDP's forward may wait for the other ranks.
     """
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
 # bam_loss on one rank, without a teacher, if all views are large. Each line is a function below.
-#     arrange         z = g(h) / |g(h)|                      rows of length 1
-#     similarities    S = z z^T                              (k n, k n)               Sec. 3.1
-#     mask_positives  S hat = S, without pairs of one image                           Eq. 3
-#     attention       A = softmax(S hat / tau)               rows sum to 1            Eq. 1
-#     sinkhorn        B = exp(S hat / tau_B), balanced: rows and columns sum to 1     Eq. 4
-#     matching        L = mean over i and j != j' of CE(b_i^j, a_i^j')                Eq. 5
+#     arrange       z = g(h) / |g(h)|                           rows of length 1
+#     similarities  S hat = z z^T, without pairs of one image   (k n, k n)            Eq. 3
+#     attention     A = softmax(S hat / tau)                    rows sum to 1         Eq. 1
+#     sinkhorn      B = exp(S hat / tau_B), balanced            rows, columns too     Eq. 4
+#     matching      L = mean over i and j != j' of CE(b_i^j, a_i^j')                  Eq. 5
 
 
 @fp32
-def arrange(z, n_views, n_global, z_teacher, mask, gather):
-    """Latents (k n, E) -> z, z_m (k, n, E), columns c (m, E), all of length 1, and row_ids (k, n),
-    column_ids (m,): the number of the image among those of all ranks (mask="self": of the view)."""
-    check_latents(z, n_views, n_global, z_teacher)
+def arrange(z, n_views, n_global, z_m, mask, gather):
+    """Latents z, z_m (k n, E), z_m may be None -> z, z_m (k, n, E), columns c (m, E), of length 1,
+    and is_same (k, n, m): row and column show one image (mask="self": they are one view)."""
+    check_latents(z, n_views, n_global, z_m)
     z = F.normalize(z, dim=-1).unflatten(0, (n_views, -1))               # (k, n, E)
-    z_m = z if z_teacher is None else F.normalize(z_teacher.detach(), dim=-1).view(z.shape)
+    z_m = z if z_m is None else F.normalize(z_m.detach(), dim=-1).view(z.shape)
     c = gather(z_m[:n_global].flatten(0, 1))  # (m, E)  differs: columns of large views alone
-    row_ids = image_ids(z, n_global, c, mask)                            # (k, n); below
-    column_ids = gather(row_ids[:n_global].flatten())                    # (m,)
-    return z, z_m, c, row_ids, column_ids
+    ids = image_ids(z, n_global, c, mask)                                # (k, n); below
+    return z, z_m, c, ids[:, :, None] == gather(ids[:n_global].flatten())
 
 
 # S_jj'(i, i') = cos(z_i^j, z_i'^j')                                             (Sec. 3.1)
+# S hat(i, j)  = 0 if i = j (mod n), else S(i, j)                                    (Eq. 3)
 @fp32
-def similarities(z, c, row_ids, column_ids, mask):
-    """Rows z (k, n, E), columns c (m, E), their ids (k, n) and (m,) -> S hat (k n, m)."""
-    S = z.flatten(0, 1) @ c.T                                            # (k n, m)
-    return mask_positives(S, row_ids.flatten(), column_ids, mask)
-
-
-# S hat(i, j) = 0 if i = j (mod n), else S(i, j)                                     (Eq. 3)
-def mask_positives(S, row_ids, column_ids, mask="exclude"):
-    """S (R, C), row_ids (R,), column_ids (C,) -> S hat. i = j (mod n): the ids are equal."""
-    # differs: "exclude" has -inf for 0 (header), here -1e30: 0 * log A would be NaN with -inf
+def similarities(z, c, is_same, mask="exclude"):
+    """Rows z (k, n, E), columns c (m, E), is_same (k, n, m): i = j (mod n) -> S hat (k, n, m)."""
+    S = z @ c.T                                                          # (k, n, m)
+    # differs: exclude (header). -1e30 stands for -inf, because 0 * -inf in Eq. 5 would be NaN.
     value = {"exclude": -1e30, "zero": 0.0, "self": 0.0, "none": None}[mask]
-    return S if mask == "none" else S.masked_fill(row_ids[:, None] == column_ids, value)
+    return S if mask == "none" else S.masked_fill(is_same, value)
 
 
 # a_i^j = softmax(s_i^j / tau)                                                       (Eq. 1)
@@ -136,9 +135,9 @@ def attention(S, tau, log=False):
 @fp32
 @torch.no_grad()
 def sinkhorn(S, tau, iters, *, gather=all_ranks):
-    """S (..., rows, columns) of this rank, tau: tau_B -> B, without gradient. Each row sums to 1.
-    Over all ranks a column sums to about rows / columns (bam_loss.py:289): k / G in bam_loss, 1 in
-    the paper, where S is square."""
+    """S (..., rows, columns) of this rank, tau: tau_B -> B, without gradient. Each row sums to 1,
+    so a column sums to about (rows of all ranks) / columns (bam_loss.py:289). This is k / G in
+    bam_loss, and 1 for the square S of the paper."""
     log_K = S / tau
     for _ in range(iters):                               # differs: columns first
         sums = log_K.logsumexp(-2, keepdim=True)         # (1, m), log sums over this rank's rows
@@ -149,7 +148,7 @@ def sinkhorn(S, tau, iters, *, gather=all_ranks):
 
 # L_SA-matching = sum_{j != j'} sum_i CE(a_i^j, a_i^j')                              (Eq. 2)
 # L_BAM         = sum_{j != j'} sum_i CE(b_i^j, a_i^j'),  CE(b, a) = -<b, log a>     (Eq. 5)
-# Eq. 2 is Eq. 5 with A in place of B: ablated_loss (below) with target="softmax".
+# Eq. 2 is matching(A, log A): ablated_loss (below) with target="softmax".
 def matching(B, log_A):
     """Targets B (G, n, m), log A (k, n, m) -> the loss of each image (n,)."""
     G, k, loss = len(B), len(log_A), 0
@@ -160,16 +159,15 @@ def matching(B, log_A):
     return loss / (G * (k - 1))  # differs: a mean over the pairs of views (bam_loss.py:128)
 
 
-def matching_loss(z, B, c, row_ids, column_ids, mask, tau):
+def matching_loss(z, B, c, is_same, mask, tau):
     """z (k, n, E), targets B (G, n, m) -> L_BAM and the mean entropies of A's and of B's rows."""
-    def of_images(z, B, row_ids):
-        S_hat = similarities(z, c, row_ids, column_ids, mask)                # (k n, m)
-        log_A = attention(S_hat, tau, log=True)                              # (k n, m)
-        log_A = log_A.unflatten(0, row_ids.shape)                            # (k, n, m)
+    def of_images(z, B, is_same):
+        S_hat = similarities(z, c, is_same, mask)                            # (k, n, m)
+        log_A = attention(S_hat, tau, log=True)                              # (k, n, m)
         return matching(B, log_A), entropy(log_A.detach().exp()).mean(0)     # (n,), (n,)
 
-    # in_parts (below) is of_images(z, B, row_ids) in less memory: for some images at a time
-    losses, entropy_a = in_parts(of_images, z, B, row_ids, size=len(z) * len(c))
+    # in_parts (below) is of_images(z, B, is_same) in less memory: for some images at a time
+    losses, entropy_a = in_parts(of_images, z, B, is_same, size=len(z) * len(c))
     return losses.mean(), entropy_a.mean(), entropy(B).mean()  # differs: a mean over images
 
 
@@ -185,18 +183,18 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
     """
     G = n_views if n_global is None else n_global
     check_temperatures(tau, tau_b, iters)
-    z, z_m, c, row_ids, column_ids = arrange(z, n_views, G, teacher, mask, gather)
+    z, z_m, c, is_same = arrange(z, n_views, G, teacher, mask, gather)
     with torch.no_grad():  # targets have no gradient (Sec. 4.1)
-        S_hat = similarities(z_m, c, row_ids, column_ids, mask)              # (k n, m)
+        S_hat = similarities(z_m, c, is_same, mask).flatten(0, 1)            # (k n, m)
         B = sinkhorn(S_hat, tau_b, iters, gather=gather)                     # (k n, m)
-    B = B.unflatten(0, row_ids.shape)[:G]  # (G, n, m)  differs: small views are no targets
-    found = matching_loss(z, B, c, row_ids, column_ids, mask, tau)
+    B = B.view(is_same.shape)[:G]      # (G, n, m)  differs: small views are no targets
+    found = matching_loss(z, B, c, is_same, mask, tau)
     return found if entropies else found[0]
 
 
 class Projector(nn.ModuleList):
-    """The projector g (App. C): three linear layers with activations between them. By default, and
-    without a teacher alone, BatchNorm over the images of all ranks (below) follows each layer."""
+    """The projector g (App. C): three linear layers with activations between them. BatchNorm over
+    the images of all ranks (below) follows each layer if there is no teacher."""
 
     def __init__(self, d, config):
         super().__init__()
@@ -214,11 +212,10 @@ class Projector(nn.ModuleList):
 
     def forward(self, h, gather=all_ranks):  # h (k, n, d) -> z (k, n, E)
         check_views(h)
-        for layer in self:
-            if isinstance(layer, BatchNorm):
-                h = layer(h, gather)
-            else:
-                h = layer(h if layer is self[0] else self.activation(h))  # before layers 2 and 3
+        for i, layer in enumerate(self):
+            if isinstance(layer, nn.Linear) and i > 0:
+                h = self.activation(h)
+            h = layer(h, gather) if isinstance(layer, BatchNorm) else layer(h)
         return h
 
 
@@ -236,7 +233,7 @@ class Model(nn.Module):
         self.teacher = None
         if config.teacher:
             self.teacher = copy.deepcopy(self.student()).requires_grad_(False)
-        self.train()
+        self.train()  # see train
 
     def student(self):
         return nn.ModuleList([self.image_encoder, self.projector])
@@ -283,8 +280,8 @@ class Model(nn.Module):
         """teacher = momentum * teacher + (1 - momentum) * student (App. C)."""
         check_step(step, steps)
         if self.teacher:
-            # The momentum rises to 1 (main_pretrain.py:261). The authors update at the start of the
-            # next step, hence step + 1 (wrappers.py:103).
+            # The momentum rises to 1 (main_pretrain.py:261). step + 1: the authors update at the
+            # start of the next step (wrappers.py:103).
             cosine = math.cos(math.pi * ((step + 1) / steps))
             momentum = 1 - (1 - self.config.ema) * (1 + cosine) / 2
             students = list(self.student().parameters())
@@ -758,30 +755,29 @@ def ablated_loss(z, n_views, teacher, n_global, config, gather=all_ranks):
     cfg, k, G = config, n_views, n_views if n_global is None else n_global
     is_global = {"global": True, "block": False}[cfg.normalization]
     mask = "self" if cfg.target == "onehot" else cfg.mask
-    z, z_m, c, row_ids, column_ids = arrange(z, k, G, teacher, mask, gather)
+    z, z_m, c, is_same = arrange(z, k, G, teacher, mask, gather)
     if cfg.target == "onehot":
         if G < 2 or not is_global:
             raise ValueError('SimCLR (target="onehot") needs two or more large views and '
                              'normalization="global".')
-        return simclr_loss(z, c, row_ids, column_ids, G, cfg.tau)
+        return simclr_loss(z, c, is_same, G, cfg.tau)
     # Eq. 2 with tau_B; if tau_B = tau: the unbalanced row of Table 1. differs: Eq. 2 has A on both
     # sides, so that both could have a gradient. Here the target has none, as Sec. 4.1 says of B.
     target = {
         "softmax": lambda S: attention(S, cfg.tau_b),
         "balanced": lambda S: sinkhorn(S, cfg.tau_b, cfg.sinkhorn_iters, gather=gather)}[cfg.target]
-    S_m = similarities(z_m, c, row_ids, column_ids, mask).detach()
+    S_m = similarities(z_m, c, is_same, mask).detach()                        # (k, n, m)
     if not is_global:
-        S = similarities(z, c, row_ids, column_ids, mask).view(*row_ids.shape, -1)
-        return block_loss(S, S_m.view(*row_ids.shape, -1)[:G], cfg.tau, target)
-    B = target(S_m).unflatten(0, row_ids.shape)[:G]                           # (G, n, m)
-    return matching_loss(z, B, c, row_ids, column_ids, mask, cfg.tau)
+        return block_loss(similarities(z, c, is_same, mask), S_m[:G], cfg.tau, target)
+    B = target(S_m.flatten(0, 1)).view(S_m.shape)[:G]                         # (G, n, m)
+    return matching_loss(z, B, c, is_same, mask, cfg.tau)
 
 
 # l(i, j) = -log softmax_{m != i}(cos(z_i, z_m) / tau)_j,  i, j views of one image
 #                                                              (SimCLR, arXiv 2002.05709, Eq. 1)
-def simclr_loss(z, c, row_ids, column_ids, G, tau):
-    """SimCLR's loss in BAM's terms (App. H). z (k, n, E), c (m, E), both of length 1, and ids of
-    views (see arrange) -> the loss, mean entropies of the rows of A and of B.
+def simclr_loss(z, c, is_same, G, tau):
+    """SimCLR's loss in BAM's terms (App. H). z (k, n, E), c (m, E), is_same (k, n, m): the same
+    view (see arrange) -> the loss, mean entropies of the rows of A and of B.
 
     The target that view j sets for the other views of its image is one-hot: the column of view j.
     A row leaves out its own column alone.
@@ -789,8 +785,7 @@ def simclr_loss(z, c, row_ids, column_ids, G, tau):
     differs: only the loss is SimCLR's. Projector, views and optimizer are BAM's. SimCLR's projector
     has two layers and 128 outputs, its colours change more, and its optimizer is LARS.
     """
-    B = (row_ids[:G, :, None] == column_ids).to(z.dtype)                      # (G, n, m)
-    return matching_loss(z, B, c, row_ids, column_ids, "exclude", tau)
+    return matching_loss(z, is_same[:G].to(z.dtype), c, is_same, "exclude", tau)
 
 
 def block_loss(S, S_m, tau, target):

@@ -8,7 +8,7 @@ the other words of the caption. We know of no code by the authors; their App. C 
 
 There are B pairs on each rank, P patches in an image (the paper's P and R), L tokens in the longest
 caption. Encoders have the width d, embeddings the width E, which is the paper's d. Indices: i is a
-pair, l a token, p, k and r a patch in Eq. 2-5; j and k are words of one caption in Eq. 6.
+pair, l a token; p, k and r are patches in Eq. 2-5; j and k are words of one caption in Eq. 6.
 
     symbol      name here               shape       where
     f_v         Model.patch_outputs     (B, P, d)   Sec. 2; all patches, without [CLS]
@@ -68,41 +68,45 @@ class Config:
     token_mean: Literal["caption", "batch"] = "caption"
 
 
-# Below the core: in_fp32, Gather, own_columns, in_rows, mean_of_batch, softmax_weights,
+# Below the core: in_fp32, Gather, own_columns, in_rows, mean_of_batch, softmax_weights, Residual,
 # and what refuses wrong arguments (check_..., checked_...).
 
 
 def fp32(function):
     """A decorator for losses. It casts half-precision arguments to float32, keeps float64, and
     turns autocast off (in_fp32, below)."""
-    return functools.wraps(function)(lambda *args, **options: in_fp32(function, *args, **options))
+    @functools.wraps(function)
+    def call(*args, **options):
+        return in_fp32(function, *args, **options)
+    return call
 
 
 def all_ranks(x):
     """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
     order of the ranks. Gradients flow back (Gather, below). Without a process group, it returns x.
-    On several GPUs: call dist.init_process_group, then wrap the model in DDP, which averages the
-    gradients. Each rank gives its own rows, equally many. To validate on one rank alone: call the
-    model itself, not DDP(model), with gather=lambda x: x. DDP's forward would wait for all ranks.
+    On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its
+    own rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients.
+    To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x.
+    DDP's forward may wait for the other ranks.
     """
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
-# L_g = -1/2B sum_i [ log softmax_j(cos(vbar_i, tbar_j) / tau)_i
-#                   + log softmax_j(cos(tbar_i, vbar_j) / tau)_i ]               (Eq. 1)
-# cross_entropy(x, i) is -1/B sum_i log softmax(x_i)_i.
+# L_g = -1/(2B) sum_i [ log softmax_j(cos(vbar_i, tbar_j) / tau)_i
+#                     + log softmax_j(cos(tbar_i, vbar_j) / tau)_i ]             (Eq. 1)
+# cross_entropy(logits, own) is -1/B sum_i log softmax(row i) at the row's own column.
 @fp32
 def global_loss(v, t, scale, *, gather=all_ranks):
     """CLIP's loss. v, t (B, E): vbar, tbar of this rank, normalised here -> scalar. scale: 1 / tau,
-    from 1 to 100, not its logarithm; a logarithm above 1 raises no error unless it is an
-    nn.Parameter. gather: see all_ranks. Gradients accumulated over small batches differ from those
-    of one large batch: each small batch has fewer negatives."""
+    from 1 to 100. Give log_scale.exp(), not log_scale: a logarithm above 1 raises no error unless
+    it is an nn.Parameter. gather: see all_ranks. Gradients accumulated over small batches differ
+    from those of one large batch: each small batch has fewer negatives."""
     check_pairs(v, t, scale)
     vbar, tbar = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
     v_to_t = scale * vbar @ gather(tbar).T           # (B, world * B)  cos(vbar_i, tbar_j) / tau
     t_to_v = scale * tbar @ gather(vbar).T           # (B, world * B)  cos(tbar_i, vbar_j) / tau
-    i = own_columns(v_to_t)                          # (B,), the columns j = i
-    return (F.cross_entropy(v_to_t, i) + F.cross_entropy(t_to_v, i)) / 2
+    own = own_columns(v_to_t)                        # (B,), the columns j = i
+    return (F.cross_entropy(v_to_t, own) + F.cross_entropy(t_to_v, own)) / 2
 
 
 # s_lp = t_l . v_p
@@ -120,20 +124,27 @@ def alignment_weights(tokens, patches, threshold=None):
     low, high = s.amin(-1, keepdim=True), s.amax(-1, keepdim=True)  # (B, L, 1)
     equal = high == low                                             # (B, L, 1)
     span = torch.where(equal, 1.0, high - low)  # never 0, so no gradient is NaN
-    s_hat = (s - low) / span                                        # (B, L, P)
-    s_hat = torch.where(equal, 1.0, s_hat)  # differs: Eq. 2 is 0 / 0 here; all weights are 1 / P
+    # differs: Eq. 2 is 0 / 0 if all s are equal. Then all weights are 1 / P.
+    s_hat = torch.where(equal, 1.0, (s - low) / span)               # (B, L, P)
     s_til = torch.where(s_hat < sigma, 0.0, s_hat)
     return s_til / s_til.sum(-1, keepdim=True)
 
 
-# L_f = 1/B sum_i l_i / L_i                                                      (Eq. 6)
-# l_i = -1/2 sum_j [ log softmax_k(cos(c_ij, t_ik) / tau)_j
-#                  + log softmax_k(cos(t_ij, c_ik) / tau)_j ]
-# i: a pair; j, k: words of its caption; L_i: their number; c_ij: c_l of Eq. 5, below.
+# c_l = sum_{r=1..P} a_lr v_r                                                    (Eq. 5)
+def caption_losses(tokens, patches, words, scale, align):
+    """t (B, L, E), v (B, P, E), words (B, L) -> loss_i (B,) of each caption i."""
+    c = align(tokens, patches) @ patches     # (B, L, E)  Eq. 5
+    return sequence_losses(c, tokens, words, scale)
+
+
+# L_f = 1/B sum_i loss_i / L_i,  L_i: the number of words of caption i
+# loss_i = -1/2 sum_j [ log softmax_k(cos(c_ij, t_ik) / tau)_j
+#                     + log softmax_k(cos(t_ij, c_ik) / tau)_j ]                 (Eq. 6)
+# i: a pair of image and caption. j, k: words of caption i. c_ij: c_l of Eq. 5 for its word l = j.
 @fp32
 def sequence_losses(c, t, words, scale):
-    """c, t (B, L, E), words (B, L) -> l (B,), 0 for a caption without words. The negatives of a
-    word are the other words of its caption, so no other caption is needed."""
+    """c, t (B, L, E), words (B, L) -> loss_i (B,), 0 for a caption without words. The negatives of
+    a word are the other words of its caption, so no other caption is needed."""
     c, t = F.normalize(c, dim=-1), F.normalize(t, dim=-1)
     c_to_t = scale * c @ t.transpose(1, 2)   # (B, L, L), [i, j, k] is cos(c_ij, t_ik) / tau
     t_to_c = c_to_t.transpose(1, 2)          # (B, L, L), [i, j, k] is cos(t_ij, c_ik) / tau
@@ -146,14 +157,13 @@ def sequence_losses(c, t, words, scale):
 
 
 def mean_of_words(losses, words, token_mean="caption", gather=all_ranks):
-    """losses l (B,), words (B, L) -> L_f. token_mean="batch" is listing 1 (below)."""
+    """loss_i (B,), words (B, L) -> L_f. token_mean="batch" is listing 1 (below)."""
     count = words.sum(1)                     # (B,), L_i
     if token_mean != "caption":
         return mean_of_batch(losses, count, token_mean, gather)
     return (losses / count.clamp(min=1)).mean()
 
 
-# c_l = sum_{r=1..P} a_lr v_r                                                    (Eq. 5)
 @fp32
 def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
                       token_mean="caption", gather=all_ranks):
@@ -166,14 +176,10 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
     patches.roll(1, 0) (FullModel.diagnose). This second loss must be much larger than L_f.
     """
     words = checked_words(tokens, patches, mask, scale)     # (B, L)
-    tokens = tokens.masked_fill(~words[..., None], 0.0)     # 0 * NaN would be NaN
-
-    def of_captions(tokens, patches, words):
-        c = align(tokens, patches) @ patches                # (B, L, E)  Eq. 5
-        return sequence_losses(c, tokens, words, scale)     # (B,)  l_i of Eq. 6
-
-    # (B,); in_rows (below) is of_captions(tokens, patches, words) in less memory
-    losses = in_rows(of_captions, tokens, patches, words, size=tokens.shape[1] * patches.shape[1])
+    tokens = tokens.masked_fill(~words[..., None], 0.0)     # weight 0 * NaN would be NaN
+    # in_rows (below) is caption_losses(tokens, patches, words, scale, align) in less memory
+    losses = in_rows(functools.partial(caption_losses, scale=scale, align=align), tokens, patches,
+                     words, size=tokens.shape[1] * patches.shape[1])        # (B,)
     return mean_of_words(losses, words, token_mean, gather)
 
 
@@ -183,21 +189,13 @@ def words_only(mask):
     mask of words."""
     mask = checked_mask(mask, mask.shape)
     words = torch.zeros_like(mask)
-    words[:, 1:-1] = mask[:, 2:]  # token l > 0 is a word if there is a token l + 1
+    words[:, 1:-1] = mask[:, 2:]  # token l is a word if l > 0 and there is a token l + 1
     return words
 
 
 def masked_mean(x, mask):
     """The mean of x (B, L, d) where mask (B, L) is True -> (B, d); 0 where it never is True."""
     return x.masked_fill(~mask[..., None], 0).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
-
-
-class Residual(nn.Sequential):
-    """x + h_v(x). differs: the paper adds no x. Segmentation reads g_v(h_v(x)) of a patch (D.7),
-    but L_f trains g_v(x). The sum has both."""
-
-    def forward(self, x):
-        return x + super().forward(x)
 
 
 class Model(nn.Module):
@@ -210,7 +208,7 @@ class Model(nn.Module):
         check_encoder(image_encoder)
         self.config = config
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
-        kind = {"plain": nn.Sequential, "residual": Residual}[config.h_v]
+        kind = {"plain": nn.Sequential, "residual": Residual}[config.h_v]  # Residual: below
         self.h_v = kind(nn.Linear(image_width, image_width), nn.GELU())
         self.g_v = nn.Linear(image_width, config.embed_dim, bias=False)
         self.g_t = nn.Linear(text_width, config.embed_dim, bias=False)
@@ -249,7 +247,7 @@ class Model(nn.Module):
         return alignment_weights(tokens, patches, sigma)
 
     def after_update(self, step, steps):
-        """Keep 1 / tau within [1, 100], as CLIP does."""
+        """Keep 1 / tau within [1, 100], as OpenCLIP does."""
         self.log_scale.data.clamp_(0, math.log(100))
 
     def encode_image(self, images):
@@ -562,6 +560,14 @@ def mean_of_batch(losses, count, token_mean, gather):
         raise ValueError(f"token_mean must be caption or batch, not {token_mean!r}.")
     words = gather(count.to(losses.dtype)[:, None]).mean()  # words of a caption, on average
     return losses.sum() / (len(count) * words).clamp(min=1)
+
+
+class Residual(nn.Sequential):
+    """x + h_v(x). differs: the paper adds no x. Segmentation reads g_v(h_v(x)) of a patch (D.7),
+    but L_f trains g_v(x). The sum has both."""
+
+    def forward(self, x):
+        return x + super().forward(x)
 
 
 @fp32

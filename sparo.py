@@ -7,24 +7,23 @@ from a single head, so it tends to hold a single concept. Both encoders of CLIP 
 similarity of an image and a caption is the mean of the L cosines between their slots.
 
 B images or captions give n outputs of width d each (a caption has n tokens), and L slots of width
-V. Queries have width D. g = grp_size neighbouring slots share one K_l (App. A); Eq. 1 has g = 1.
+V. Queries have width D.
 
     symbol    name here        shape              where
     H         H                (B, n, d)          Sec. 3.2; the outputs of a transformer
-    q_l       Sparo.q          (1, L/g, g, 1, D)  Eq. 1; learned query of slot l
-    K_l       Sparo.KVproj     d -> (L/g) D       Eq. 1; learned key projection
+    q_l       q                (L, D)             Eq. 1; learned query of slot l
+    K_l       K, Sparo.keys    (L, D, d)          Eq. 1; learned key projection, with a bias b
     W         Sparo.Wproj      D -> V             Eq. 1; learned, shared by all slots
-    u_l       u                (L/g, g, d)        Sparo.forward; what slot l looks for in H
+    u_l       u                (L, d)             Sparo.forward; what slot l looks for in H
     a_l       attn             (B, L, n)          Sparo.forward; the softmax of Eq. 1
-    p_l       p                (B, L/g, g, d)     Sparo.forward; H, weighted by a_l
+    p_l       p                (B, L, d)          Sparo.forward; H, weighted by a_l
     y_l       y                (B, L, V)          Eq. 1; slots (slots_i of images, slots_t of texts)
-    y         normalize_slots  (B, M)             Sec. 3.3; encoding, of length 1; M = L V
-    y^i, y^t  y_i, y_t         (B, M)             Eq. 2; encodings of images and captions
+    y^i, y^t  y_i, y_t         (B, M)             Sec. 3.3; slots, normalised and joined; M = L V
     tau       1 / scale        scalar             Sec. 3.3; temperature of CLIP's loss, learned
 
 The authors' code is https://github.com/ankitkv/sparo-clip at 6621a31, a fork of OpenCLIP; DINO's is
 https://github.com/facebookresearch/dino at 7c446df. (FILE:LINE) names a line of one of the two.
-`python tests/parity.py sparo PATH` trains both for 60 steps; losses differ by about 1e-14.
+`python tests/parity.py sparo PATH` trains this file and theirs; losses differ by about 1e-14.
 
 Differs from the paper (search for "differs" for the rest):
   * W and K_l have biases, as in App. A's listing.
@@ -73,15 +72,19 @@ class Config:
 def fp32(function):
     """A decorator for losses. It casts half-precision arguments to float32, keeps float64, and
     turns autocast off (in_fp32, below)."""
-    return functools.wraps(function)(lambda *args, **options: in_fp32(function, *args, **options))
+    @functools.wraps(function)
+    def call(*args, **options):
+        return in_fp32(function, *args, **options)
+    return call
 
 
 def all_ranks(x):
     """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
     order of the ranks. Gradients flow back (Gather, below). Without a process group, it returns x.
-    On several GPUs: call dist.init_process_group, then wrap the model in DDP, which averages the
-    gradients. Each rank gives its own rows, equally many. To validate on one rank alone: call the
-    model itself, not DDP(model), with gather=lambda x: x. DDP's forward would wait for all ranks.
+    On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its
+    own rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients.
+    To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x.
+    DDP's forward may wait for the other ranks.
     """
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
@@ -95,15 +98,15 @@ def all_ranks(x):
 #     y_l = W K_l p_l             (V,)
 class Sparo(nn.Module):
     """Separate-head attention (Sec. 3.2). Parameters have the names and dimensions of App. A's
-    listing. Convert only the image encoder to channels_last: it takes four dimensions, q has five.
-    Raises ValueError if grp_size does not divide L."""
+    listing. Raises ValueError if grp_size does not divide L."""
 
     def __init__(self, d, L, V, D, grp_size=1):
         super().__init__()
         check_groups(L, grp_size)
         self.D, self.grp_size, self.nkeys = D, grp_size, L // grp_size
+        # five dimensions, so Module.to(memory_format=torch.channels_last) fails
         self.q = nn.Parameter(torch.randn(1, self.nkeys, grp_size, 1, D))
-        self.KVproj = Keys(d, self.nkeys * D)  # an nn.Linear whose weight is read (below)
+        self.KVproj = Keys(d, self.nkeys * D)  # an nn.Linear; forward reads its weight (below)
         self.Wproj = nn.Linear(D, V)
         nn.init.xavier_uniform_(self.KVproj.weight)
         nn.init.zeros_(self.KVproj.bias)
@@ -116,23 +119,26 @@ class Sparo(nn.Module):
         H = checked_outputs(x, self.KVproj.in_features)            # x, checked
         if eos_idx is not None:
             padding = after_end(eos_idx, x)                        # (B, n), below
-            H = H.masked_fill(padding[..., None], 0.0)             # weight 0 * NaN would be NaN
-        q = self.q[0, :, :, 0]                                     # (L/g, g, D)
-        K = self.KVproj.weight.unflatten(0, (self.nkeys, self.D))  # (L/g, D, d)
-        u = q @ K * self.D**-0.5                                   # (L/g, g, d), rows u_l
-        scores = F.linear(H, u.flatten(0, 1))                      # (B, n, L), columns H u_l
-        scores = scores.transpose(1, 2)                            # (B, L, n)
+            H = H.masked_fill(padding[..., None], 0.0)             # attention 0 * NaN would be NaN
+        q = self.q.view(-1, self.D)                                # (L, D)
+        K, b = self.keys()                                         # (L, D, d), (L, D)
+        u = torch.einsum("lD,lDd->ld", q, K) * self.D**-0.5        # (L, d)
+        scores = (H @ u.T).transpose(1, 2)                         # (B, L, n), rows H u_l
         if eos_idx is not None:
             scores = scores.masked_fill(padding[:, None], -torch.inf)
         attn = scores.softmax(-1)                                  # (B, L, n)
         p = attn @ H                                               # (B, L, d), rows p_l
-        p = p.unflatten(1, (self.nkeys, self.grp_size))            # (B, L/g, g, d)
-        values = torch.einsum("bkgd,kDd->bkgD", p, K)              # (B, L/g, g, D), K_l p_l
-        # differs: biases. K_l's b_l enters a value once, because a_l sums to 1. The scores leave
-        # b_l out: q_l . b_l is one number for all positions of a slot, and softmax ignores it.
-        values = values + self.KVproj.bias.view(self.nkeys, 1, self.D)
-        y = self.Wproj(values.flatten(1, 2))                       # (B, L, V)
+        # differs: the bias b_l. The mean passes it unchanged, because a_l sums to 1. The scores
+        # need no b_l: q_l . b_l is one number for all positions of a slot, and softmax ignores it.
+        values = torch.einsum("bld,lDd->blD", p, K) + b            # (B, L, D), K_l p_l + b_l
+        y = self.Wproj(values)                                     # (B, L, V)
         return (y, attn) if return_attn else y
+
+    def keys(self):
+        """K (L, D, d), b (L, D). grp_size neighbouring slots share one K_l and b_l (App. A)."""
+        K = self.KVproj.weight.unflatten(0, (self.nkeys, self.D))
+        b = self.KVproj.bias.unflatten(0, (self.nkeys, self.D))
+        return K.repeat_interleave(self.grp_size, 0), b.repeat_interleave(self.grp_size, 0)
 
 
 # y^i . y^t = mean_l sim(y^i_l, y^t_l)                                              (Eq. 2)
@@ -144,23 +150,24 @@ def normalize_slots(y):
     return F.normalize(y, dim=-1).flatten(1) / L**0.5
 
 
-# -1/2B sum_j [ log softmax_j'(y^i_j . y^t_j' / tau)_j
-#             + log softmax_j'(y^t_j . y^i_j' / tau)_j ],  j, j': pairs     (CLIP's loss, Sec. 3.3)
-# cross_entropy(x, pair) is -1/B sum_j log softmax(x_j) at the column of pair j.
+# -1/(2B) sum_j [ log softmax_j'(y^i_j . y^t_j' / tau) at j' = j
+#               + log softmax_j'(y^t_j . y^i_j' / tau) at j' = j ]          (CLIP's loss, Sec. 3.3)
+# j: a pair of this rank. j': a pair of any rank. i and t are no indices: image and text.
+# cross_entropy(logits, own) is -1/B sum_j log softmax(row j) at the row's own column.
 @fp32
 def clip_loss(v, t, scale, *, gather=all_ranks):
     """v, t: slots (B, L, V) or encodings (B, M) of this rank's images and captions -> scalar. An
-    encoding counts as one slot. The loss normalises v and t. scale: 1 / tau, from 1 to 100, not its
-    logarithm; a logarithm above 1 raises no error unless it is an nn.Parameter. gather: see
-    all_ranks. Gradients accumulated over small batches differ from those of one large batch: each
-    small batch has fewer negatives."""
+    encoding counts as one slot: slots.flatten(1) is another loss. The loss normalises v and t.
+    scale: 1 / tau, from 1 to 100. Give log_scale.exp(), not log_scale: a logarithm above 1 raises
+    no error unless it is an nn.Parameter. gather: see all_ranks. Gradients accumulated over small
+    batches differ from those of one large batch: each small batch has fewer negatives."""
     check_pairs(v, t, scale)
     y_i = normalize_slots(v if v.ndim == 3 else v[:, None])   # (B, M)
     y_t = normalize_slots(t if t.ndim == 3 else t[:, None])   # (B, M)
     image_to_text = scale * y_i @ gather(y_t).T               # (B, world * B)  y^i_j . y^t_j' / tau
     text_to_image = scale * y_t @ gather(y_i).T               # (B, world * B)  y^t_j . y^i_j' / tau
-    pair = own_columns(image_to_text)                         # (B,), the columns j' = j
-    return (F.cross_entropy(image_to_text, pair) + F.cross_entropy(text_to_image, pair)) / 2
+    own = own_columns(image_to_text)                          # (B,), the columns j' = j
+    return (F.cross_entropy(image_to_text, own) + F.cross_entropy(text_to_image, own)) / 2
 
 
 class Model(nn.Module):
@@ -168,7 +175,7 @@ class Model(nn.Module):
 
     image_encoder(images) -> (B, n, image_width), with or without [CLS];
     text_encoder(tokens, mask) -> (B, n, text_width). The paper's text encoder is causal; any works.
-    SPARO replaces the last block of each encoder (Sec. 4), so give encoders without it.
+    SPARO replaces the last block of each encoder (Sec. 4): give encoders without their last block.
     """
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
@@ -192,7 +199,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def after_update(self, step, steps):
-        """Keep the scale within [1, 100], as CLIP does."""
+        """Keep the scale within [1, 100], as OpenCLIP does."""
         self.log_scale.clamp_(0, math.log(100))
 
     def encode_image(self, images):

@@ -7,7 +7,8 @@ would give words new meanings, so training has three stages. In stage 1 only a c
 may be active in its vector, and the image encoder learns these words. Stage 2 freezes the image
 encoder, and the text encoder learns to activate other words that fit. Stage 3 trains both encoders.
 
-B images or captions have n outputs of width d each. The vocabulary has |V| words of width D.
+B images or captions have n outputs of width d each. The vocabulary has |V| words (tokens of
+WordPiece) of width D.
 
     symbol      name here            shape            where
     f, g        image_encoder, image_head             Eq. 1; for texts: text_encoder, text_head
@@ -21,9 +22,8 @@ B images or captions have n outputs of width d each. The vocabulary has |V| word
     T           1 / scale            scalar           Eq. 3; temperature, learned (ours)
 
 Differs from the paper (search for "differs" for the rest):
-  * Up to stage `revive_until`, a word of the caption gets a gradient even at weight 0. The preset
-    b16 does not do this. The paper's ReLU stops this gradient, so images do not train a word
-    that is inactive in all of them.
+  * By default a word of the caption gets a gradient at weight 0, too, if a larger weight lowers
+    the loss (revive_until; the preset b16: never). The paper's ReLU gives it none.
   * The loss divides an encoding by max(0.5, its length). This bounds the gradient.
 Where the paper is silent, these choices are ours (see also PRESETS and LAMB):
   * The loss is the mean of Eq. 3 and its mirror, from text to image.
@@ -63,36 +63,41 @@ class Config:
 def fp32(function):
     """A decorator for losses. It casts half-precision arguments to float32, keeps float64, and
     turns autocast off (in_fp32, below)."""
-    return functools.wraps(function)(lambda *args, **options: in_fp32(function, *args, **options))
+    @functools.wraps(function)
+    def call(*args, **options):
+        return in_fp32(function, *args, **options)
+    return call
 
 
 def all_ranks(x):
     """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
     order of the ranks. Gradients flow back (Gather, below). Without a process group, it returns x.
-    On several GPUs: call dist.init_process_group, then wrap the model in DDP, which averages the
-    gradients. Each rank gives its own rows, equally many. To validate on one rank alone: call the
-    model itself, not DDP(model), with gather=lambda x: x. DDP's forward would wait for all ranks.
+    On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its
+    own rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients.
+    To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x.
+    DDP's forward may wait for the other ranks.
     """
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
 # M(x, y) = cos(enc(x), enc(y))                                                      (Eq. 2)
 # L_con = -1/B sum_i log( exp(M(x_i, y_i) / T) / sum_j exp(M(x_i, y_j) / T) )        (Eq. 3)
-# The paper's D_i is here x_i with the captions of all ranks; its |D| is B, the pairs of this rank.
-# cross_entropy(x, i) is -1/B sum_i log( exp(x_ii) / sum_j exp(x_ij) ).
+# i: a pair of this rank; B, their number, is the paper's |D|. j: a pair of any rank, its D_i.
+# cross_entropy(logits, own) is -1/B sum_i log softmax(row i) at the row's own column.
 @fp32
 def contrastive_loss(v, t, scale, *, gather=all_ranks):
     """The mean of Eq. 3 and its mirror. v, t (B, |V|): enc of this rank's images and captions,
-    normalised here -> scalar. scale: 1 / T, from 1 to 100, not its logarithm; a logarithm above 1
-    raises no error unless it is an nn.Parameter. gather: see all_ranks. Gradients accumulated over
-    small batches differ from those of a large one: each small batch has fewer negatives."""
+    normalised here -> scalar. scale: 1 / T, from 1 to 100. Give log_scale.exp(), not log_scale: a
+    logarithm above 1 raises no error unless it is an nn.Parameter. gather: see all_ranks. Gradients
+    accumulated over small batches differ from those of one large batch: each small batch has fewer
+    negatives."""
     check_pairs(v, t, scale)
     v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
     t = F.normalize(t, dim=-1, eps=0.5)
     image_to_text = scale * v @ gather(t).T           # (B, world * B)  M(x_i, y_j) / T
     text_to_image = scale * t @ gather(v).T           # (B, world * B)  M(x_j, y_i) / T
-    i = own_columns(image_to_text)                    # (B,), the columns j = i
-    return (F.cross_entropy(image_to_text, i) + F.cross_entropy(text_to_image, i)) / 2
+    own = own_columns(image_to_text)                  # (B,), the columns j = i
+    return (F.cross_entropy(image_to_text, own) + F.cross_entropy(text_to_image, own)) / 2
 
 
 # L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2,  N: the images or captions of all ranks (Eq. 6)
@@ -106,12 +111,12 @@ def flops_loss(enc, *, gather=all_ranks):
     return gather(mean).mean(0).square().sum()
 
 
-# p(h_j) = e . transform(h_j) + b                                                    (Eq. 4)
+# p(h_j) = e . transform(h_j) + b,  transform: see the head below                    (Eq. 4)
 # enc = log(1 + relu(max_j p(h_j)))                                                  (Eq. 5)
-def encode(transformed, e, b, mask=None):
-    """transformed: transform(h) (B, n, D) of the head below; e (|V|, D), b (|V|,) -> enc (B, |V|).
-    mask (B, n) is False at padding. The log dampens large weights."""
-    p = transformed @ e.T + b                                            # (B, n, |V|)
+def encode(transform_h, e, b, mask=None):
+    """transform_h: transform(h) (B, n, D), e (|V|, D), b (|V|,) -> enc (B, |V|). mask (B, n) is
+    False at padding. The log dampens large weights."""
+    p = transform_h @ e.T + b                                            # (B, n, |V|)
     if mask is not None:
         p = p.masked_fill(~mask[:, :, None], -math.inf)
     return torch.log1p(p.max(1).values.relu())                           # (B, |V|)
@@ -120,9 +125,9 @@ def encode(transformed, e, b, mask=None):
 class TokenProjectionHead(nn.Module):
     """Eq. 4 and 5: an encoder's outputs (B, n, d) -> enc (B, |V|).
 
-    embedding: the nn.Embedding (|V|, D) that the text encoder reads, so that a weight belongs to a
-    word. Both heads share it. Checkpoints would have it three times, so Model deletes it from its
-    heads and gives its weight to forward as e. A LoRA adapter of it has no effect.
+    embedding: the nn.Embedding (|V|, D) that the text encoder reads. Its weight is e. Both heads
+    share it; Model deletes it from them, because checkpoints would have it three times, and gives
+    its weight to forward as e. A LoRA adapter of it has no effect.
     special: ids of tokens that are never active, 0 to |V| - 1.
     """
 
@@ -140,18 +145,18 @@ class TokenProjectionHead(nn.Module):
     def forward(self, h, mask=None, e=None, revived=None):
         """h (B, n, d) -> enc (B, |V|). mask (B, n): True at tokens, then False at padding; None: no
         padding. e (|V|, D) replaces the shared embedding. revived (B, |V|), a mask: words with
-        True get a gradient even if their weight is 0."""
+        True get a gradient at weight 0, too, if a larger weight lowers the loss."""
         check_outputs(h, self.transform[0].in_features)
         if revived is not None:
             revived = as_bools(revived, (len(h), len(self.valid)))
         if mask is not None:
             mask = checked_mask(mask, h.shape[:2])
-            h = h.masked_fill(~mask[..., None], 0.0)                     # 0 * NaN would be NaN
+            h = h.masked_fill(~mask[..., None], 0.0)    # else a NaN reaches the gradients
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)  # special tokens are never active
-        transformed = self.transform(h)                                  # (B, n, D)
-        # differs: revived. Without it this is encode(transformed, e, b, mask) in less memory.
-        return streamed(transformed, e, b, mask, revived, self.training)
+        transform_h = self.transform(h)                                  # (B, n, D)
+        # differs: revived. Without it this is encode(transform_h, e, b, mask) in less memory.
+        return streamed(transform_h, e, b, mask, revived, self.training)
 
 
 # mask(y)_k = 1 if token k is in the caption y                                       (Eq. 8)
@@ -159,7 +164,7 @@ def caption_mask(tokens, mask, size):
     """tokens, mask (B, n), False at padding; size: |V| -> mask(y) (B, |V|), 0 or 1."""
     result = torch.zeros(len(tokens), size, device=tokens.device)
     mask = checked_mask(mask, tokens.shape).to(result.dtype)
-    return result.scatter_reduce_(1, tokens, mask, "amax")
+    return result.scatter_reduce_(1, tokens, mask, "amax")  # a token counts once, padding never
 
 
 class Model(nn.Module):
@@ -190,8 +195,8 @@ class Model(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
         self.register_buffer("image_embedding", embedding.weight.detach().clone())  # see image_e
         self.register_buffer("strength", torch.tensor(0.0))  # factor of both lambdas, 0 to 1
-        # The stage, twice. The buffer decides the encodings: checkpoints and copies of the model
-        # have it. The int decides what learns: to read the buffer, Python would wait for the GPU.
+        # The stage, twice. Checkpoints and averages of the model copy the buffer, which decides the
+        # encodings. The int decides what learns, because a read of the buffer waits for the GPU.
         self.register_buffer("stage", torch.tensor(1))
         self.number = 1
         self.register_load_state_dict_post_hook(continue_stage)  # below
@@ -210,7 +215,7 @@ class Model(nn.Module):
         flops_image, flops_text = flops_loss(v, gather=gather), flops_loss(t, gather=gather)
         # L = L_con + lambda_1 L_FLOPs of images + lambda_2 L_FLOPs of texts         (Eq. 7)
         flops = cfg.lambda_image * flops_image + cfg.lambda_text * flops_text
-        loss = contrast + self.strength * flops  # strength grows from 0 to 1 (Sec. 4.2)
+        loss = contrast + self.strength * flops  # both lambdas grow: strength is 0 to 1 (Sec. 4.2)
         log = {"contrast": contrast, "flops_image": flops_image, "flops_text": flops_text,
                "active_image": (v > 0).sum(1).float().mean(), "scale": scale,
                "active_text": (t > 0).sum(1).float().mean(), "stage": self.stage}
@@ -235,7 +240,7 @@ class Model(nn.Module):
         """The image head's e: in stage 2 the copy from the end of stage 1, else the shared e."""
         e = self.text_encoder.embedding.weight
         if self.number == 2:
-            e = e.detach()  # saves a backward pass that would give e only zeros
+            e = e.detach()  # stage 2 uses the copy, so e needs no gradient here
         return torch.where(self.stage == 2, self.image_embedding, e)
 
     def encode_image(self, images):  # -> (B, |V|), of length 1
@@ -246,7 +251,7 @@ class Model(nn.Module):
 
     def after_update(self, step, steps):
         """Let the lambdas grow with the square of the step (Sec. 4.2) until the fraction `ramp` of
-        the stage is over. Keep the scale within [1, 100], as CLIP does."""
+        the stage is over. Keep the scale within [1, 100], as OpenCLIP does."""
         check_step(step, steps)
         self.log_scale.data.clamp_(0, math.log(100))
         ramp_steps = max(1, self.config.ramp * steps)

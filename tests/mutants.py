@@ -31,11 +31,11 @@ TABLE = r"""
 == sparo.py | sparo | test_statistics test_sparo test_details -k "not table_6"
 nn.Parameter(«torch.randn => 0.02 * torch.randn»(1, self.nkeys # App. A: initial queries
 «nn.init.xavier_uniform_ => nn.init.xavier_normal_»(self.KVproj.weight) # App. A: initial keys
-@ K * self.D**-«0.5 => 1» # sqrt(D) in Eq. 1 ;; >« => =» eos_idx.clamp(min=0) # a slot sees the last token
-attn = scores.softmax(«-1 => 1») # softmax over positions ;; values = values + «self => 0 * self».KVproj.bias.view # bias of the values
+q, K) * self.D**-«0.5 => 1» # sqrt(D) in Eq. 1 ;; >« => =» eos_idx.clamp(min=0) # a slot sees the last token
+attn = scores.softmax(«-1 => 1») # softmax over positions ;; "bld,lDd->blD", p, K) + «b => 0 * b» # bias of the values
 .flatten(1) / «L => V»**0.5 # sqrt(L) in Sec. 3.3
 return «rank => 0» * B + torch.arange(B, device # positives of this rank
-F.cross_entropy(text_to_image, pair))« / 2 => » # the mean of both directions
+F.cross_entropy(text_to_image, own))« / 2 => » # the mean of both directions
 text_to_image = scale * «y_t @ gather(y_i => y_i @ gather(y_t»).T # the direction ;; (sums - «1 => 2») / k # sparsemax sums to 1
 self.log_scale.clamp_(0, math.log(«100 => 1000»)) # CLIP's largest scale
 layer = nn.Linear(d, «M, bias=False => M») # CLIP's projections have no bias
@@ -112,7 +112,7 @@ stages="single", steps=«600_000 => 300_000» # App. A ;; lr=2e-3, lr_3=«1.0 =>
 == sparc.py | sparc | test_sparc test_statistics test_details
 v_to_t = «scale * vbar => vbar» @ gather(tbar).T # tau in Eq. 1
 t_to_v = scale * tbar @ «gather(vbar) => vbar».T # the images of one rank
-F.cross_entropy(t_to_v, i))« / 2 => » # the mean of both directions
+F.cross_entropy(t_to_v, own))« / 2 => » # the mean of both directions
 return «rank => 0» * B + torch.arange(B, device # positives of this rank
 sigma = 1 / «patches.shape => tokens.shape»[1] if # Eq. 3: 1 / P
 torch.where(s_hat <« => =» sigma, 0.0, s_hat) # Eq. 3 keeps sigma
@@ -163,11 +163,11 @@ log_A = (S / tau).log_softmax(-«1 => 2») # Eq. 1: rows ;; "zero": «0.0 => -1.
 log_K -= «gather(sums[None]).logsumexp(0) => sums» # one rank
 if j «!= => <» j2: # Eq. 5: all pairs of views
 return loss / (G * «(k - 1) => k») # a mean over pairs
-F.normalize(«z_teacher.detach() => z_teacher», dim=-1).view # the teacher has no gradient
+F.normalize(«z_m.detach() => z_m», dim=-1).view # the teacher has no gradient
 c = gather(«z_m => z»[:n_global].flatten(0, 1)) # App. C: columns of the teacher
 return «rank => 0» * n + torch.arange(n, device # positives of this rank
 sinkhorn(S, «cfg.tau_b => cfg.tau», cfg.sinkhorn_iters # tau_B of an ablation
-B = B.unflatten(0, row_ids.shape)[«:G => -G:»] # large views are targets
+B = B.view(is_same.shape)[«:G => -G:»] # large views are targets
 expand(k, n)« + len(c) * view => » # views of an image are no positives with --mask self ;; return tokens[:, «0 => 1»] if self.config.readout == "cls" # App. C
 math.cos(math.pi * («(step + 1) => step» / steps)) # the next step's momentum ;; self.config.ema) * (1 + cosine)« / 2 => » # momentum
 return «self.teacher[0] => self.image_encoder» if self.teacher else # the teacher

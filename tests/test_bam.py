@@ -186,7 +186,7 @@ def test_entropies_are_those_of_the_rows_of_attention_and_targets():
     assert [x.item() for x in same] == pytest.approx([math.log(2 * n - 2)] * 3)
     z, image = torch.randn(2 * n, 4), torch.arange(2 * n) % n
     y = normalize(z, dim=-1)
-    S = bam.mask_positives(y @ y.T, image, image, "zero")
+    S = bam.similarities(y[None], y, (image[:, None] == image)[None], "zero")[0]
     assert (S == 0).nonzero().tolist() == [[r, m] for r in range(12) for m in (r % n, r % n + n)]
     _, *found = bam.bam_loss(z, 2, mask="zero", entropies=True)
     for P, entropy in zip((bam.attention(S, 0.1), bam.sinkhorn(S, 0.05, 3)), found):
