@@ -2,7 +2,7 @@
 
 The command prints a table of metrics, draws pictures into RUN and appends the metrics to
 RUN/evals.jsonl. Without --data the command repeats the evaluation that ended the training, and
-writes RUN/eval.json again. Several runs share a table, with a column for each. `torchrun
+writes RUN/eval.json again. Several runs are evaluated one after the other. `torchrun
 --nproc_per_node=8 eval.py RUN ...` divides the images and captions among 8 GPUs.
 
 A map of the sections:
@@ -18,7 +18,6 @@ A map of the sections:
     Pictures            PICTURES: the table of all pictures, and what each picture needs
     Evaluating a run    main -> evaluate_run -> load_run, open_eval_set, evaluate_and_show
     Search, Weights     --query, --export
-    Several runs        a table with a column for each run
     Command line        the flags
 
 To add a task, write a function and add a row to TASKS. To add a picture, add a row to PICTURES. To
@@ -95,43 +94,6 @@ def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
             ranks.append(rank.where(positive.any(1), torch.inf))  # a query without one finds none
     ranks = torch.cat(ranks)
     return {k: (ranks < k).sum().item() / len(queries) for k in (1, 5, 10)}
-
-
-def differ(x, y):
-    """Encodings x, y (n, ...) -> (n,): whether x[i] and y[i] differ by more than rounding."""
-    x, y = x.flatten(1), y.flatten(1)
-    return (x - y).abs().amax(1) > 1e-5 * x.abs().amax(1)
-
-
-def equal_rows(x):
-    """Encodings x (n, ...) -> numbers (n,); rows that are equal, except for rounding, have the same
-    number.
-
-    No model can rank equal encodings. Images have equal encodings if their pixels are equal, and
-    captions if their tokens are equal: the texts may differ in unknown words or behind the context.
-    """
-    x = x.flatten(1)
-    direction = torch.randn(x.shape[1], generator=torch.Generator().manual_seed(0))
-    order = (x @ direction).argsort()  # equal rows come one after the other
-    pairs = zip(order[:-1].split(1024), order[1:].split(1024))  # copies of 1,024 rows are small
-    is_new = torch.cat([differ(x[a], x[b]) for a, b in pairs])              # (n - 1,)
-    return order.new_zeros(len(x)).index_put((order[1:],), is_new.cumsum(0))
-
-
-def largest_recall(queries, keys, positives):
-    """The largest R@1 that a model can reach with equal queries or keys.
-
-    queries (Q,), keys (K,): their numbers by equal_rows; positives: see recall_at_k. A key that
-    equals a key of another id is never found, because ties count as wrong. Equal queries find the
-    same key, which is right for the queries of one id.
-    """
-    owners, found = (collections.defaultdict(collections.Counter) for _ in range(2))
-    for key, i in zip(keys.tolist(), positives[1].tolist()):
-        owners[key][i] += 1
-    findable = {i for ids in owners.values() if len(ids) == 1 for i in ids}
-    for query, i in zip(queries.tolist(), positives[0].tolist()):
-        found[query][i] += i in findable
-    return sum(max(ids.values()) for ids in found.values()) / len(queries)
 
 
 def class_embeddings(encode_text, classes, kept=1):
@@ -460,10 +422,12 @@ class Embedder:
 
     def tokenize(self, captions):
         """n captions -> token ids and mask (n, L) on the model's device. Raises UserError if the
-        model has no text encoder."""
+        model has no text encoder, or for another type than strings."""
         if self.tokenizer is None:
             raise UserError("This run has no text encoder, so it cannot encode captions and "
                             "queries: choose a task that needs only images, such as knn.")
+        with common.explained(TypeError, "Captions need strings"):
+            "".join(captions)  # whose error names the item
         tokens, mask = self.tokenizer.batch(captions, self.context)
         if self.tells:
             print_unseen(self.count(captions, tokens, mask), self.context)
@@ -513,10 +477,8 @@ class Embedder:
 
     def texts(self, captions, encode="encode_text"):
         """Encode n captions -> (n, E), or (n, L, E), padded with zeros, if `encode` gives each
-        caption L vectors. A single string is one caption. Raises UserError for another type."""
+        caption L vectors. A single string is one caption."""
         captions = as_list(captions)
-        with common.explained(TypeError, "Captions need strings"):
-            "".join(captions)  # whose error names the item
 
         def compute(captions):
             inputs = self.tokenize(captions)
@@ -541,16 +503,9 @@ class Embedder:
         argument, or if an image cannot be read.
         """
         images = as_list(images)
-
-        def stacked(part):
-            with common.explained(RuntimeError, "Tensors of a list need one size"):
-                return torch.stack(pool.starmap(self.read_given, part))
-
-        with ThreadPool(max(1, self.workers)) as pool:
-            some = images or [torch.zeros(3, self.image_size, self.image_size)]  # for the width E
-            rows = zip(progress(some, "images"), itertools.count())
-            parts = map(stacked, chunks(rows, self.chunk))
-            return self.encode_batches(parts, encode)[: len(images)]
+        some = images or [torch.zeros(3, self.image_size, self.image_size)]  # for the width E
+        pairs = zip(some, itertools.repeat(None))
+        return self.encode_pairs(pairs, encode, read=self.read_given)[0][: len(images)]
 
     def read_given(self, image, place=0):
         """`read` an image that a caller has given -> floats, as a list may mix uint8 and floats.
@@ -614,7 +569,9 @@ class Embedder:
                 disk.check(sample)
                 images += [] if sample.problem else [sample.file]
                 unread.append(sample._replace(file=None))
-            return images and self.encode_batches([torch.stack(images)], encode), unread
+            with common.explained(RuntimeError, "Tensors of a list need one size"):
+                images = torch.stack(images) if images else []
+            return self.encode_batches([images], encode) if len(images) else [], unread
 
         def encoded():
             for part, found in self.in_parts(enumerate(pairs), compute, "images"):
@@ -884,28 +841,21 @@ def options_of(given, args):
         options.image_root, options.limit = args.image_root, TEST_LIMIT
         options.learn_limit = LEARN_LIMIT
     vars(options).update(given, given=tuple(given))
-    named = common.parse_spec(options.data)[1].get("split", kind_of(options.data).split)
+    kind = kind_of(options.data)
+    named = common.parse_spec(options.data)[1].get("split", kind.split)
     options.split = options.split or named
-    options.train_data = options.train_data or spec_to_learn_from(options.data, args)
+    # Without --train-data, k-NN and probes learn from the training split of the data, or else from
+    # the run's training data: not if these are the data to evaluate, or the world, which has other
+    # classes.
+    if not options.train_data and "train" in kind.splits(options.data):
+        options.train_data = options.data
+    elif not options.train_data and args.data != options.data and not is_shapes(args.data):
+        options.train_data = args.data
     options.templates = (read_templates(options.templates) if options.templates
                          else learned_templates(options.data, args))
     options.on_training_images = is_trained_on(options.data, options.split, args)
     options.is_own = given.keys() <= NOT_OF_METRICS | {"task"}
     return options
-
-
-def spec_to_learn_from(spec, args):
-    """What k-NN and probes learn from if --train-data is not given -> SPEC or None.
-
-    If the data to evaluate have a training split, the result is this split. Otherwise it is the
-    run's training data. The result is None if the run was trained on the data to evaluate, or on
-    the world, which has other classes.
-    """
-    if "train" in kind_of(spec).splits(spec):
-        return spec
-    if args.data == spec or is_shapes(args.data):
-        return None
-    return args.data
 
 
 def learned_templates(spec, args):
@@ -935,8 +885,8 @@ def note_useless_flags(options, rows=()):
     reasons = dict.fromkeys(of_tasks - read, "no task or picture of this command reads it")
     if options.probe != "sgd":
         reasons["probe_lr"] = f"the probe is {options.probe}, not sgd"
-    ignored = [*kind.ignores, "split"] if kind.split == "all" else kind.ignores
-    reasons |= dict.fromkeys(ignored, f"{spec} does not use this flag")
+    if kind.split == "all":
+        reasons["split"] = f"{spec} has no splits"
     if "split" in common.parse_spec(spec)[1]:
         reasons["split"] = f"{spec} names its split itself"
     for flag in filter(reasons.get, options.given):
@@ -944,6 +894,7 @@ def note_useless_flags(options, rows=()):
               f"{reasons[flag]}")
 
 
+@dataclasses.dataclass
 class EvalSet:
     """Data to evaluate on. Each kind of data has these members. A member is None if the data have
     no such thing.
@@ -984,9 +935,6 @@ class EvalSet:
     boxes: Callable = None         # () -> pairs (image, padded to a square; common.Boxes)
     rare_classes: list = None      # numbers of the classes without boxes in training
     word_masks: Callable = None    # () -> pairs (image, (caption, {(kind, word): mask (S, S)}))
-
-    def __init__(self, **members):
-        vars(self).update(members)
 
     def used_classes(self):
         """`classes`, or None: those of class folders may lack names, until a task asks for them."""
@@ -1086,21 +1034,19 @@ def open_benchmark(options, *_):
 
 
 def open_winoground(options, *_):
-    """A directory with Winoground's examples.jsonl -> EvalSet."""
-    return EvalSet(examples=functools.partial(read_winoground, options))
-
-
-def read_winoground(options):
-    """Yield the pairs of EvalSet.examples, for at most --limit examples. --image-root is the
-    directory of the images NAME.png. Raises UserError for a line without the four fields."""
-    file = Path(options.data, "examples.jsonl")
+    """A directory with Winoground's examples.jsonl -> EvalSet, with at most --limit examples.
+    --image-root is the directory of the images NAME.png. Raises UserError for a line without the
+    four fields."""
+    file, pairs = Path(options.data, "examples.jsonl"), []
     root = options.image_root or Path(options.data, "images")
     for number, line in enumerate(common.read_list(file, "--data")[: options.limit]):
         with common.explained((ValueError, KeyError, TypeError), f"{file}, sample {number + 1}",
                               "; it must have image_0, image_1, caption_0, caption_1"):
             row = json.loads(line)
             for i in (0, 1):
-                yield str(Path(root, f"{row[f'image_{i}']}.png")), (number, row[f"caption_{i}"])
+                image = str(Path(root, f"{row[f'image_{i}']}.png"))
+                pairs.append((image, (number, row[f"caption_{i}"])))
+    return EvalSet(examples=lambda: pairs)
 
 
 def sugarcrepe_files(directory):
@@ -1112,13 +1058,8 @@ def sugarcrepe_files(directory):
 
 
 def open_sugarcrepe(options, *_):
-    """A directory with SugarCrepe's files, one for each kind of negative -> EvalSet."""
-    return EvalSet(hard_negatives=functools.partial(read_sugarcrepe, options))
-
-
-def read_sugarcrepe(options):
-    """Yield the pairs of EvalSet.hard_negatives, for at most --limit images. Raises UserError for
-    an item without its three fields."""
+    """A directory with SugarCrepe's files, one for each kind of negative -> EvalSet, with at most
+    --limit images. Raises UserError for an item without its three fields."""
     root = options.image_root or "."
     # grouped by image, so that an image with several negatives is encoded once
     negatives_of = collections.defaultdict(list)
@@ -1128,8 +1069,8 @@ def read_sugarcrepe(options):
             for item in json.loads(file.read_text(encoding="utf-8")).values():
                 negative = (file.stem, item["caption"], item["negative_caption"])
                 negatives_of[str(Path(root, item["filename"]))].append(negative)
-    pairs = ((path, [*dict.fromkeys(found)]) for path, found in negatives_of.items())
-    return itertools.islice(pairs, options.limit)
+    pairs = [(path, [*dict.fromkeys(found)]) for path, found in negatives_of.items()]
+    return EvalSet(hard_negatives=lambda: pairs[: options.limit])
 
 
 def open_voc(options, image_size, _):
@@ -1282,10 +1223,6 @@ def is_shapes(spec):
     return common.parse_spec(spec)[0] == "shapes"
 
 
-def is_table(spec):
-    return common.look_at(common.parse_spec(spec)[0]) == "file"
-
-
 def has(name):
     """The name of a file or directory -> a function (SPEC) -> whether the SPEC's directory has it.
     """
@@ -1305,9 +1242,6 @@ def benchmark_splits(spec):
     return sorted(names, key=common.natural)
 
 
-ROOT = "image_root",
-
-
 class Kind(NamedTuple):
     """A row of KINDS."""
 
@@ -1316,20 +1250,17 @@ class Kind(NamedTuple):
                                         # see common.open_data
     split: str = "all"                  # the split to evaluate without --split; "all": no splits
     splits: Callable = lambda spec: []  # (SPEC) -> names of the splits of a directory
-    ignores: tuple = ()                 # flags that change nothing for these data, but --split
 
 
 KINDS = [  # the first row that fits a SPEC is its kind
-    Kind(has("SegmentationClass"), open_voc, "val", lists_in("ImageSets/Segmentation"), ROOT),
-    Kind(has("ImageSets/2017"), open_davis, "val", lists_in("ImageSets/2017"), ROOT),
-    Kind(benchmark_splits, open_benchmark, "test", benchmark_splits, ROOT),
+    Kind(has("SegmentationClass"), open_voc, "val", lists_in("ImageSets/Segmentation")),
+    Kind(has("ImageSets/2017"), open_davis, "val", lists_in("ImageSets/2017")),
+    Kind(benchmark_splits, open_benchmark, "test", benchmark_splits),
     Kind(has("examples.jsonl"), open_winoground),
     Kind(sugarcrepe_files, open_sugarcrepe),
-    Kind(is_shapes, open_source, "test", ignores=(*ROOT, "train_data", "classes")),
+    Kind(is_shapes, open_source, "test"),
     Kind(common.has_splits, open_source, "test"),
-    # the other formats of train.py: tables without splits, class folders and shards
-    Kind(is_table, open_source),
-    Kind(lambda spec: True, open_source, ignores=ROOT)]
+    Kind(lambda spec: True, open_source)]  # tables without splits, class folders and shards
 
 
 def kind_of(spec):
@@ -1378,7 +1309,7 @@ def open_to_learn(options, data):
     """What k-NN and probes learn from -> a function () that yields pairs (image, class id).
 
     The world has a training split. For other data, options.train_data is --train-data, or what
-    spec_to_learn_from chooses. Class folders are matched by their names, labels of shards by their
+    options_of chooses. Class folders are matched by their names, labels of shards by their
     numbers. --label-fraction keeps a share of the pairs. Raises UserError if there is nothing to
     learn from, or if the classes to learn are not the classes of the data to evaluate.
     """
@@ -1546,34 +1477,27 @@ def label_maps(sample, grouping):
 #
 # A task is a function of an Embedder, an EvalSet and the options of eval.py. It returns
 # {metric: result}. A result is a number, or a tensor whose mean is the metric. If it is known what
-# a random guess gives, the result is a tuple (value, chance), or (value, chance, largest value).
-# The largest value is what a model can reach where encodings are equal, see equal_rows. Most
-# metrics are called TASK or TASK/NAME. For all other metrics, TASK_OF in tests/claims.py gives the
-# name of the task. Tasks for any model come first.
+# a random guess gives, the result is a tuple (value, chance). Most metrics are called TASK or
+# TASK/NAME. For all other metrics, TASK_OF in tests/claims.py gives the name of the task. Tasks for
+# any model come first.
 #
 # A task reads pairs by data.captioned(purpose) or data.labelled(purpose); WorldSet.scenes lists the
 # purposes. embedder.encode_pairs(pairs, embedder.model.encode_image) gives vectors (n, E).
 # default_tasks lists the tasks that run without --task.
 
 
-def encode_labelled(embedder, data, pairs, encode="encode_image", **options):
-    """Pairs (image, class id) -> features (n, E) and class ids (n,) of the n readable images. Names
-    the classes without a readable image."""
-    tried = {}
-    pairs = ((image, tried.setdefault(c, c)) for image, c in pairs)  # notes the classes
+def encode_labelled(embedder, pairs, encode="encode_image", **options):
+    """Pairs (image, class id) -> features (n, E) and class ids (n,) of the n readable images."""
     x, ids = embedder.encode_pairs(pairs, encode, **options)
-    if lost := sorted(tried.keys() - set(ids)):
-        names = [data.groups[""][1][c] if data.groups else str(c) for c in lost]
-        print(f"none of the images read is of these classes: {', '.join(names)}")
     return x, torch.tensor(ids)
 
 
-def probed(embedder, data, pairs, **options):
+def probed(embedder, pairs, **options):
     """Pairs (image, class id) -> the features that the method's paper probes, and class ids (n,).
     Encodings that are words are mostly 0."""
     if embedder.model.encode_words:
         options["collect"] = stair.SparseRows
-    return encode_labelled(embedder, data, pairs, embedder.model.probe_features, **options)
+    return encode_labelled(embedder, pairs, embedder.model.probe_features, **options)
 
 
 def take(embedder, data, n):
@@ -1607,13 +1531,10 @@ def zeroshot(embedder, data, options):
     """Zero-shot accuracy (CLIP): top-1, and top-5 if there are more than five classes.
 
     `mean_per_class_recall` is the accuracy within each class, averaged over the images' classes."""
-    x, ids = encode_labelled(embedder, data, data.labelled("zeroshot"))
+    x, ids = encode_labelled(embedder, data.labelled("zeroshot"))
     scores = embedder.classify(x, data.classes)                                # (n, C)
     predicted, chance = scores.argmax(1), 1 / scores.shape[1]
     result = accuracies("zeroshot", data, predicted, ids)
-    every = torch.arange(scores.shape[1])  # classes with equal prompts have equal columns
-    most = largest_recall(equal_rows(scores.T)[ids], every, (ids, every))
-    result["zeroshot"] = *result["zeroshot"], most
     if scores.shape[1] > 5:
         result["zeroshot/acc5"] = (scores.topk(5).indices == ids[:, None]).any(1), 5 * chance
     result["zeroshot/mean_per_class_recall"] = mean_per_class(predicted, ids), chance
@@ -1660,9 +1581,6 @@ def rank_pairs(embedder, data, options, x, captions):
                       similarity=lambda texts, images: embedder.similarity(images, texts).T)
     result = {f"i2t/R@{k}": recall for k, recall in i2t.items()}
     result |= {f"t2i/R@{k}": recall for k, recall in t2i.items()}
-    images, texts = equal_rows(x), equal_rows(y)
-    result["i2t/R@1/at_most"] = largest_recall(images, texts, (image_ids, text_ids))
-    result["t2i/R@1/at_most"] = largest_recall(texts, images, (text_ids, image_ids))
     nearest = torch.cat([embedder.similarity(part, y).argmax(1) for part in x.split(256)])
     retrieved = [caption_words(flat[j]) for j in nearest.tolist()]
     truths = [set(caption_words(*group)) for group in captions]
@@ -1687,9 +1605,9 @@ def negatives(embedder, data, options):
     There is a metric for each kind of negative, and the mean over kinds."""
     kinds, x, right, wrong = negative_pairs(embedder, data)
     better = embedder.pair_scores(x, right) > embedder.pair_scores(x, wrong)
-    of_kinds, most = (sparo.right_by_kind(y, kinds) for y in (better, differ(right, wrong)))
-    result = {f"negatives/{kind}": (of_kinds[kind], 1 / 2, most[kind]) for kind in of_kinds}
-    return result | {"negatives": (mean(of_kinds.values()), 1 / 2, mean(most.values()))}
+    of_kinds = sparo.right_by_kind(better, kinds)
+    result = {f"negatives/{kind}": (share, 1 / 2) for kind, share in of_kinds.items()}
+    return result | {"negatives": (mean(of_kinds.values()), 1 / 2)}
 
 
 def winoground(embedder, data, options):
@@ -1706,17 +1624,16 @@ def winoground(embedder, data, options):
     x, y = x[rows].unflatten(0, (-1, 2)), y.unflatten(0, (-1, 2))           # (n, 2, E)
     scores = torch.stack([embedder.similarity(*pair).T for pair in zip(x, y)])
     text, image, group = sparo.winoground_scores(scores)
-    most = differ(x[:, 0], x[:, 1]) & differ(y[:, 0], y[:, 1])  # else two scores are always equal
     # the chance that four scores in random order satisfy the inequalities
-    return {"winoground/text": (text, 1 / 4, most), "winoground/image": (image, 1 / 4, most),
-            "winoground/group": (group, 1 / 6, most)}
+    return {"winoground/text": (text, 1 / 4), "winoground/image": (image, 1 / 4),
+            "winoground/group": (group, 1 / 6)}
 
 
 def knn(embedder, data, options):
     """Accuracy of the 20 nearest neighbours by image encodings (DINO; SPARO, Table 3)."""
     encode = embedder.model.encode_image
-    x, ids = encode_labelled(embedder, data, data.learn(), encode)
-    test, labels = encode_labelled(embedder, data, data.labelled("test"), encode)
+    x, ids = encode_labelled(embedder, data.learn(), encode)
+    test, labels = encode_labelled(embedder, data.labelled("test"), encode)
     x, test = x.to(embedder.device), test.to(embedder.device)
     result = {}
     for grouping, (group, _) in data.groups.items():
@@ -1728,35 +1645,29 @@ def knn(embedder, data, options):
 
 def kmeans(embedder, data, options):
     """How well clusters of image encodings agree with the labels (BAM, App. I, Fig. 7)."""
-    x, ids = encode_labelled(embedder, data, data.labelled("test"))
+    x, ids = encode_labelled(embedder, data.labelled("test"))
     return {f"kmeans/{metric}": found for metric, found in bam.clustering(x, ids).items()}
 
 
-def random_view(embedder, min_scale):
+def random_view(embedder):
     """A function that encode_pairs reads with: an image or file, its number -> a random crop of at
-    least `min_scale` of the image's area, flipped with probability 1/2.
+    least 8 % of the image's area (BAM, D.1), flipped with probability 1/2.
 
     The crops depend on torch's random numbers when random_view is called and on the number. So all
     threads and ranks crop as one thread does.
     """
-    # A crop has min_scale ** .5 of each side or more. A larger JPEG is decoded at a smaller size,
-    # at which the smallest crop has still S pixels.
+    # A crop has .08 ** .5 of each side or more. A larger JPEG is decoded at a smaller size, at
+    # which the smallest crop has still S pixels.
     size, seed = embedder.image_size, torch.randint(2**62, ()).item()
-    side = size * math.ceil(1 / math.sqrt(min_scale))
+    side = size * math.ceil(1 / math.sqrt(0.08))
 
     def read(image, number):
         generator = torch.Generator().manual_seed(seed + number)
         if not torch.is_tensor(image):
             image = common.open_image(image, side)
-        return common.crop_and_flip(image, size, (min_scale, 1.0), 0.5, generator)
+        return common.crop_and_flip(image, size, (0.08, 1.0), 0.5, generator)
 
     return read
-
-
-def random_crops(embedder, data, pairs):
-    """Pairs (image, label) -> features (n, E) for a probe, and labels (n,). Each feature comes from
-    one random crop of an image, flipped with probability 1/2."""
-    return probed(embedder, data, pairs, read=random_view(embedder, 0.08))
 
 
 def linear(embedder, data, options):
@@ -1776,16 +1687,17 @@ def linear(embedder, data, options):
             rates = [RATES[2]]
             if is_held.any():
                 rates, held, rest = RATES, is_held.tolist(), (~is_held).tolist()
-        x, learned = probed(embedder, data, itertools.compress(pairs(), held))
-        crops = lambda: random_crops(embedder, data, itertools.compress(pairs(), rest))
+        x, learned = probed(embedder, itertools.compress(pairs(), held))
+        crops = lambda: probed(embedder, itertools.compress(pairs(), rest),
+                               read=random_view(embedder))
         head, value = sgd_probe(crops, x, learned, len(data.groups[""][1]), epochs, device, rates)
     else:
-        x, learned = probed(embedder, data, pairs())
+        x, learned = probed(embedder, pairs())
         if options.probe == "adamw":
             head, value = adamw_probe(x, learned, epochs, device)
         else:
             head, value = lbfgs_probe(x, learned.to(device))
-    x, ids = probed(embedder, data, data.labelled("test"))
+    x, ids = probed(embedder, data.labelled("test"))
     predicted = predict(head, x)
     result = accuracies("linear", data, predicted, ids, learnable(data))
     return result | {"linear/mean_per_class": mean_per_class(predicted, ids),
@@ -1811,26 +1723,17 @@ def segmentation(embedder, data, options):
     as some class, and lowers the IoU of this class in `miou`. `miou_fg` ignores background pixels.
     D.7 names no prompts; we average several for each class.
     """
-    classes, scores, images = patch_classes(embedder, data), collections.defaultdict(list), 0
-
-    def compute(piece):
-        """Pairs (image, maps) -> pairs (metric, IoU of an image)."""
-        read, found = torch.stack([image for image, _ in piece]), []
-        patches = embedder.encode_batches([read], embedder.model.encode_patches)       # (n, P, E)
-        for x, (_, maps) in zip(patches, piece):
-            for grouping, truth in maps.items():
-                predicted = sparc.segment(x, classes[grouping], truth.shape)
-                foreground = sparc.image_iou(predicted, truth, foreground_only=True)
-                found.append((f"miou{grouping}", sparc.image_iou(predicted, truth)))
-                found.append((f"miou_fg{grouping}", foreground))
-        return found
-
-    for part, found in embedder.in_parts(data.maps("segmentation"), compute, "maps"):
-        images += len(part)
-        for metric, iou in itertools.chain(*found):
-            scores[metric].append(iou)
+    classes, scores = patch_classes(embedder, data), collections.defaultdict(list)
+    pairs = data.maps("segmentation")
+    patches, maps = embedder.encode_pairs(pairs, embedder.model.encode_patches)     # (n, P, E)
+    for x, truths in zip(patches, maps):
+        for grouping, truth in truths.items():
+            predicted = sparc.segment(x, classes[grouping], truth.shape)
+            foreground = sparc.image_iou(predicted, truth, foreground_only=True)
+            scores[f"miou{grouping}"].append(sparc.image_iou(predicted, truth))
+            scores[f"miou_fg{grouping}"].append(foreground)
     result = {name: mean(values) for name, values in scores.items()}
-    return result | {"segmentation/images": images}
+    return result | {"segmentation/images": len(maps)}
 
 
 def weights_on_objects(task, embedder, data, words_of):
@@ -1888,7 +1791,7 @@ def slots(embedder, data, options):
     needed = "class folders to rank the slots on"
     selection = open_selection(options, data, "slots", "zeroshot", needed)
     pairs = selection.labelled("slots")
-    x, ids = encode_labelled(embedder, selection, pairs, embedder.model.image_slots)
+    x, ids = encode_labelled(embedder, pairs, embedder.model.image_slots)
     y = embedder.texts(selection.classes.prompts, embedder.model.text_slots)      # (C * T, L, V)
     y = F.normalize(y, dim=-1).unflatten(0, (len(selection.classes.names), -1)).mean(1)
     accuracies = sparo.slot_accuracies(x, y, ids)                           # (L,)
@@ -2000,7 +1903,7 @@ def words(embedder, data, options):
 
     An image of the world has two labels, its colour and its shape. There `words` counts the label
     with the better rank."""
-    x, ids = encode_labelled(embedder, data, data.labelled("zeroshot"))
+    x, ids = encode_labelled(embedder, data.labelled("zeroshot"))
     tokenizer, scores, ranks = embedder.tokenizer, vocabulary_scores(embedder, x), {}
     for grouping, (group, names) in data.groups.items():
         if grouping == "" and len(data.groups) > 1:
@@ -2066,19 +1969,21 @@ def video(embedder, data, options):
 
 
 def learned_classes(options, data, model):
-    """The number that the classifier gives to each class of the data. The names of class folders,
-    or the lines of --classes for shards, tell the classes. Without --classes, label i of shards is
-    class i of a classifier that learned from such labels. Raises UserError if the data have classes
-    that the classifier has not learned, or lack some that it has learned.
+    """The number that the classifier gives to each class of the data. --classes, or else the names
+    of class folders, tell the classes. Without --classes, label i of shards is class i of a
+    classifier that learned from such labels. Raises UserError if the data have classes that the
+    classifier has not learned, or lack some that it has learned.
     """
     known, names = model.config.classes, None
-    if data.groups:
-        names = list(data.groups["/shape" if data.is_world else ""][1])
+    if data.is_world:
+        names = data.groups["/shape"][1]
+    elif data.groups:
+        names = data.classes.names if options.classes else data.groups[""][1]
     elif options.classes:
         names = common.read_lines(options.classes, "--classes")
     elif ".tar" in model.config.data or known == [str(i) for i in range(len(known))]:
         names = known
-    if data.source is not None:
+    if data.source is not None and not data.groups:
         data.source.classes = names
     ids = common.match_names(names, known) if names else None
     if ids is None:
@@ -2096,7 +2001,7 @@ def classification(embedder, data, options):
     `mean_per_class` is the accuracy within each class, averaged over classes.
     """
     pairs, encode = data.labelled("test"), embedder.model.class_scores
-    scores, labels = encode_labelled(embedder, data, pairs, encode)
+    scores, labels = encode_labelled(embedder, pairs, encode)
     if data.is_world:
         labels = data.groups["/shape"][0][labels]
     labels = torch.tensor(learned_classes(options, data, embedder.model)).to(labels.device)[labels]
@@ -2213,7 +2118,7 @@ def default_tasks(data, model):
 
 def to_float(found):
     """A task's result for one metric -> float: a number, the mean of a tensor, or the first item of
-    a tuple (result, chance, ...)."""
+    a tuple (result, chance)."""
     value = found[0] if isinstance(found, tuple) else found
     return value.float().mean().item() if torch.is_tensor(value) else value
 
@@ -2221,8 +2126,7 @@ def to_float(found):
 # Pictures ---------------------------------------------------------------------------------
 #
 # A picture is a function of an Embedder and an EvalSet -> PIL image, or None if there is nothing
-# to show. PICTURES, at the end of this section, has a row for each of these functions. draw_log,
-# which draws curves.png, has no row.
+# to show. PICTURES, at the end of this section, has a row for each of these functions.
 
 BRIGHTNESS = ("Brightness shows the weight of a patch: black is 0, full brightness is the largest "
               "weight of the map.")
@@ -2327,7 +2231,7 @@ def draw_pair(embedder, image, caption):
 
 
 def draw_word_maps(embedder, data):
-    """The weights of patches for at most eight words of a caption (SPARC, Eq. 4)."""
+    """The patches of at most eight words of a caption (SPARC, Eq. 4; STAIR, Fig. 10)."""
     rows = []
     for image, caption in zip(*take(embedder, data, 8)):
         complete = set(caption_words(caption))  # a token may be a piece of a word
@@ -2337,11 +2241,6 @@ def draw_word_maps(embedder, data):
     title = "Where the words of a caption lie in its image (SPARC, Eq. 4; STAIR, Fig. 10)."
     note = f"{BRIGHTNESS} {OF_STAIR} At most eight words of a caption are shown."
     return lit_sheet(title, note, rows)
-
-
-def draw_word_scores(embedder, data):
-    """Where at most eight words of a caption lie in its image (STAIR, Fig. 10)."""
-    return draw_word_maps(embedder, data)
 
 
 def draw_segmentation(embedder, data):
@@ -2445,35 +2344,6 @@ def draw_heads(embedder, data):
     return lit_sheet(title, BRIGHTNESS, rows)
 
 
-def draw_neighbours(embedder, data):
-    """Four query images, and the images among 1,000 whose encodings are nearest."""
-    found = read_images(data.images("search"), embedder.read, embedder.workers)
-    images = torch.stack([image for image, _ in itertools.islice(found, 1000)])
-    x = embedder.encode_batches(images.split(embedder.chunk), embedder.model.encode_image)
-    x, rows = F.normalize(x, dim=-1), []
-    for i in range(min(4, len(images))):
-        cosines = x @ x[i]                                                  # (n,)
-        cosines[i] = math.inf  # the query comes first, even before a copy of the query
-        scores, nearest = cosines.topk(min(10, len(images)))
-        labels = ["query", *[f"{score:.2f}" for score in scores[1:]]]
-        shown = [to_picture(image, (80, 80)) for image in images[nearest]]
-        rows.append(("", [*zip(shown, labels)]))
-    note = f"The numbers are cosines of encodings. There are {len(images):,} images."
-    return sheet("The images that are nearest to a query.", note, rows)
-
-
-def chart(points, width=240, height=120):
-    """Draw a curve of points (step, value). The x axis goes from the first to the last step, the y
-    axis from 0 to the highest value."""
-    first, last = points[0][0], points[-1][0]
-    highest = max(1e-12, *[value for _, value in points])
-    page = Image.new("RGB", (width, height), "#eeeeee")
-    line = [((width - 1) * (step - first) / max(1, last - first),
-             (height - 1) * (1 - max(0, value) / highest)) for step, value in points]
-    ImageDraw.Draw(page).line(line, "red", 2)
-    return page
-
-
 def spelled(tokenizer, ids):
     """Ids -> their tokens, as one text."""
     return " ".join(tokenizer.vocab[i] for i in ids)
@@ -2512,36 +2382,14 @@ def draw_samples(embedder, data):
     return sheet_of_samples(map(to_picture, images), texts, "What is cut off is grey.")
 
 
-def draw_log(run):
-    """{RUN/curves.png: a curve of each number in RUN/log.jsonl}, or {} if the log has fewer than
-    two steps."""
-    file, cells = Path(run, "log.jsonl"), []
-    # a run that is being trained may have written half of the last line
-    log = [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
-    if len(log) < 2:
-        return {}
-    for key in dict.fromkeys(itertools.chain(*log)):
-        points = [(record["step"], record[key]) for record in log
-                  if isinstance(record.get(key), float | int)]
-        is_shown = "/" not in key or key.endswith("R@1")  # of the metrics of --eval-every
-        if points and is_shown and key != "step":
-            label = f"{key}: {points[0][1]:.3g} to {points[-1][1]:.3g}"
-            cells.append((chart(points), label))
-    note = ("A vertical axis begins at 0 and ends at the highest value. A curve's name stands "
-            "before its first and its last value.")
-    page = sheet("The training, step by step.", note, [("", cells)], columns=3)
-    return {Path(run, "curves.png"): page}
-
-
 PICTURES = {
     "alignment": Row(draw_word_maps, IMAGES, "align_words", ("classes",)),
     "segmentation": Row(draw_segmentation, ("maps",), "encode_patches", PROMPTS),
     "slots": Row(draw_slots, IMAGES, "slots", ("classes",)),
     "words": Row(draw_words, IMAGES, "image_encoding", ("classes",)),
-    "queries": Row(draw_word_scores, IMAGES, "word_maps", ("classes",)),
+    "queries": Row(draw_word_maps, IMAGES, "word_maps", ("classes",)),
     "heads": Row(draw_heads, IMAGES, "head_maps"),
     "samples": Row(draw_samples, IMAGES, "encode_text", ("classes",)),
-    "neighbours": Row(draw_neighbours, ("captioned", "labelled")),
 }
 
 
@@ -2620,21 +2468,23 @@ def evaluate(embedder, data, options, report=lambda new: None, failed=None):
             continue
         for metric, found in results.items():
             found = found if isinstance(found, tuple) else (found,)
-            new |= zip((metric, f"{metric}/chance", f"{metric}/at_most"), map(to_float, found))
+            new |= zip((metric, f"{metric}/chance"), map(to_float, found))
         result |= new
         report(new)
     return result
 
 
 def print_metrics(metrics):
-    """Print a line for each metric of a task, with its chance and its largest value."""
-    for metric in metrics_of_table(metrics):
-        chance, most = metrics.get(f"{metric}/chance"), metrics.get(f"{metric}/at_most", 1)
+    """Print a line for each metric of a task, with its chance."""
+    for metric, value in metrics.items():
+        if metric.endswith(("/images", "/chance")):
+            continue
+        chance = metrics.get(f"{metric}/chance")
         level = "" if chance is None else f"  chance {chance:.4f}"
-        level += "" if most == 1 else f"  at most {most:.4f}: some candidates are equal"
         if chance == 1:
             level += ": every guess is right (one class, one image of each class, few candidates)"
-        print(f"  {metric:36}  {in_digits(metrics[metric], 4)}{level}")
+        shown = f"{value:.4g}" if 0 < abs(value) < 0.001 else f"{value:.4f}"
+        print(f"  {metric:36}  {shown}{level}")
 
 
 def evaluate_and_show(embedder, data, options, run, failed, again=False):
@@ -2661,9 +2511,8 @@ def evaluate_and_show(embedder, data, options, run, failed, again=False):
             write_line(run, record, is_complete, again)
         if is_whole and is_complete:
             failed += save_figures({Path(run, "eval.json"): record}, embedder.step)
-    pages = draw_log(run) if is_whole else {}
     drawn = draw_pictures(embedder, data, options.tasks)
-    pages |= {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
+    pages = {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
     failed += save_figures(pages, embedder.step)
     return result
 
@@ -2696,17 +2545,6 @@ def print_unseen(counted, context):
         print(f"{fraction:.0%} of the tokens of captions and prompts are [UNK], words that the "
               f"run's vocabulary does not have: train on captions with these words, or with "
               f"--vocab.")
-
-
-def metrics_of_table(result):
-    """The metrics of evals.jsonl that tables show. Tables leave out numbers of images, chance
-    levels and largest values."""
-    return [metric for metric in result if not metric.endswith(("/images", "/chance", "/at_most"))]
-
-
-def in_digits(x, digits):
-    """A number with `digits` decimals; a number below .001 with `digits` significant digits."""
-    return f"{x:.{digits}g}" if 0 < abs(x) < 0.001 else f"{x:.{digits}f}"
 
 
 def metric_options(options):
@@ -2891,38 +2729,15 @@ def export(run, checkpoint, file):
                         "does not exist and ends in .pt.")
     encoder = load_run(run, checkpoint=checkpoint)[0].model.evaluation_encoder()
     weights = common.timm_weights(encoder)
-    mean, std = weights["mean"].flatten().numpy(), weights["std"].flatten().numpy()
     common.write_file(Path(file), weights)
     block = encoder.blocks[0]
     settings = {"img_size": encoder.image_size, "patch_size": encoder.patch_size,
                 "embed_dim": encoder.width, "depth": len(encoder.blocks),
                 "num_heads": block.attn.heads, "class_token": encoder.cls is not None,
                 "pre_norm": not isinstance(encoder.norm_pre, torch.nn.Identity)}
-    print(f"{file}: weights (key \"model\") for pixels with mean {mean} and deviation {std}.\n"
-          f"timm.models.VisionTransformer(**{settings}, global_pool='', num_classes=0) with "
-          f"{block.mlp.act} and LayerNorm's eps {encoder.norm.eps:g} returns all tokens, which "
-          f"encode_image in the method's file pools.")
-
-
-# Several runs ---------------------------------------------------------------------------
-
-
-def print_table(runs):
-    """Print {run: [(SPEC, metrics) for each --data]}: a row for each metric, a column for each run.
-    With several --data a figure is the mean over the n of them that have the metric."""
-    columns = {run: [row for _, row in found] for run, found in runs.items()}
-    heads, every = ["", *runs, "chance"], [*itertools.chain(*columns.values())]
-    print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
-    print("| data | " + " | ".join(", ".join(dict(found)) for found in runs.values()) + " |  |")
-    for metric in dict.fromkeys(itertools.chain(*map(metrics_of_table, every))):
-        cells, levels = [], []  # runs that are measured on other data may have another chance
-        for rows in columns.values():
-            values = [row[metric] for row in rows if metric in row]
-            chance = [row[f"{metric}/chance"] for row in rows if f"{metric}/chance" in row]
-            n = f" (n = {len(values)})" if len(every) > len(runs) else ""
-            cells.append(in_digits(mean(values), 3) + n if values else "not measured")
-            levels += [in_digits(mean(chance), 3)] if chance else []
-        print(f"| {metric} | " + " | ".join([*cells, ", ".join(dict.fromkeys(levels))]) + " |")
+    print(f"{file}: weights for timm.models.VisionTransformer(**{settings}, global_pool='', "
+          f"num_classes=0) with {block.mlp.act} and LayerNorm's eps {encoder.norm.eps:g}. The keys "
+          f"mean and std hold the pixels' mean and deviation.")
 
 
 # Command line ---------------------------------------------------------------------------
@@ -2977,11 +2792,16 @@ def describe(options):
 
 
 def evaluate_run(run, given, device, failed):
-    """Evaluate a run -> (SPEC of the data, metrics). given: {name: value} of the flags that are
-    given, in which `data` is one SPEC. With --query the function searches instead, and returns
-    None. failed: a list that gets a message for each task that fails and each file that cannot be
+    """Evaluate a run -> metrics. given: {name: value} of the flags that are given, in which `data`
+    is one SPEC. With --image or --query the function draws or searches instead, and returns {}.
+    failed: a list that gets a message for each task that fails and each file that cannot be
     written."""
     embedder, args = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
+    if "image" in given:
+        page = draw_pair(embedder, given["image"], given["caption"])
+        name = f"{path_words(given['image'])}-{path_words(given['caption'])}-pair.png"
+        failed += save_figures({Path(run, name): page}, embedder.step)
+        return {}
     options = options_of(given, args)
     embedder.chunk, embedder.workers = options.batch, options.workers
     embedder.tells = bool(options.query)  # an evaluation tells at its end
@@ -2992,8 +2812,8 @@ def evaluate_run(run, given, device, failed):
     print(f"{run}{so_far} on {describe(options)}:")
     if options.query:
         failed += search(embedder, data, options, run)
-        return None
-    return options.data, evaluate_and_show(embedder, data, options, run, failed)
+        return {}
+    return evaluate_and_show(embedder, data, options, run, failed)
 
 
 @common.without_tf32()
@@ -3010,34 +2830,23 @@ def main(argv=None):
 
 @common.rank_0_prints()
 def run_command(runs, given, device):
-    """Each --data is evaluated for all runs. Raises UserError at the end if a run failed; the other
-    runs are evaluated first, unless there are several ranks."""
+    """Evaluate each run on each --data. Raises UserError at the end if a run failed; the other runs
+    are evaluated first, unless there are several ranks."""
     if "export" in given:
         return export(runs[0], given.get("checkpoint", Flags.checkpoint), given["export"])
-    specs = [{"data": spec} for spec in given.get("data", ())] or [{}]
-    failed, found = [], collections.defaultdict(list)  # {run: [(SPEC, metrics) for each --data]}
-    if "image" in given:
-        specs = []
-        for run in runs:
-            embedder, _ = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
-            page = draw_pair(embedder, given["image"], given["caption"])
-            name = f"{path_words(given['image'])}-{path_words(given['caption'])}-pair.png"
-            failed += save_figures({Path(run, name): page}, embedder.step)
-    for spec in specs:
-        for run in runs:
+    specs, failed = [{"data": spec} for spec in given.get("data", ())] or [{}], []
+    for run in runs:
+        found = []
+        for spec in specs:
             try:
-                figures = evaluate_run(run, given | spec, device, failed)
-                if figures and figures[1]:  # a picture alone measures nothing
-                    found[run].append(figures)
+                found.append(evaluate_run(run, given | spec, device, failed))
             except UserError as error:  # an error in one run must not stop the other runs
                 if common.this_rank()[1] > 1:  # but ranks may wait for this one
                     raise
                 failed.append(f"{run}: {error}" if len(runs) > 1 else str(error))
-    if found and max(len(runs), len(specs)) > 1:
-        print_table(found)
-        for run, rows in found.items():
-            for metric, change in sparo.change_of_means([row for _, row in rows]).items():
-                print(f"{run}: {metric} {change:+.3f}")
+        changes = sparo.change_of_means(found) if len(specs) > 1 else {}
+        for metric, change in changes.items():
+            print(f"{run}: {metric} {change:+.3f}")
     if failed:
         raise UserError(" ".join(failed))
 

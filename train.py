@@ -1529,8 +1529,6 @@ def finish(args, log, embedder, eval_data, progress):
         embedder.model.eval()
         embedder.step = progress.step
         evaluation.evaluate_and_show(embedder, eval_data, options, args.out, failed, args.resume)
-    elif this_rank()[0] == 0:
-        failed += evaluation.save_figures(evaluation.draw_log(args.out), progress.step)
     words = "a red ring" if evaluation.is_shapes(args.data) else "a dog"
     is_searcher = embedder.tokenizer and not embedder.model.detect  # boxes have no search
     flags = f' --query "{words}"' if is_searcher else ""

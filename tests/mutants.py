@@ -272,14 +272,8 @@ return best[«len(best) // 2 => 0»] # the middle of equally good ones
 np.logspace(-6, «2 => 3», 97) # CLIP_benchmark's range
 common.cosine(step, len(batches), «0.1 => 0.01», 0.0) # SPARO, C.1
 «round(self.image_size * 256 / 224) => self.image_size» # DINO's evaluation
-== eval.py | equal | test_eval test_benchmarks -k "equal or largest or guess or damaged or holds_out or negatives_are"
-«1e-5 => 0» * x.abs().amax(1) # rounding ;; «len(ids) == 1 => ids» for i in ids} # a tie is found
-found[query][i] += «i in findable => 1» # each query finds a key
-differ(x[:, 0], x[:, 1]) «& => |» differ(y # two scores are equal
-largest_recall(«images, texts, => torch.arange(len(x)), texts,» (image_ids # equal pictures
-«equal_rows(scores.T)[ids] => ids», every # classes with equal prompts
+== eval.py | chance | test_eval -k "guess or damaged or holds_out"
 math.comb(m - «s => 1», k) # the captions of an image
-(better, «differ(right, wrong) => right > -9») # equal captions
 accuracy, 1 / len(group[«learnable(data) => ids»].unique()) # a lost class counts
 compress(pairs(), «rest => held») # crops of the images that are not held out
 for _, label in pairs()]), «10 => 2») # a tenth chooses the rate
@@ -289,21 +283,20 @@ torch.arange(64) «// => %» 8 >= world.palette # colours that are not drawn
 accuracies.argsort(«descending=True => ») # the best slots
 tokens.cpu(), over_image[:, :, «-patches: => :patches»] # [CLS] is no patch
 if own is «None or own.equal(objects) => None»: # words that name all objects
-random_view(embedder, «0.08 => 0.8») # crops of a probe
+size, («0.08 => 0.8», 1.0), 0.5, generator) # crops of a probe
 «scores[:, no_words] = -torch.inf => pass» # special tokens are no labels
 == eval.py | data | test_eval test_benchmarks test_finetune -k "labels_of_shards or limit_draws or matched_by_name or by_their_names"
 return common.match_names(«lines, classes => classes, lines») # --classes, the way back
 ids = common.match_names(«train.groups[""][1], names => names, train.groups[""][1]») if train # the way back
 ids = common.match_names(«names, known => known, names») if names # a classifier's classes, the way back
-== eval.py | reports | test_eval test_reports test_stair -k "search_by_words or vocs_layout or each_true or slots_are_selected or better_word or means_over"
+== eval.py | reports | test_eval test_reports test_stair -k "search_by_words or vocs_layout or each_true or slots_are_selected or better_word"
 index.search(dict.fromkeys(words, 1.0), 8«, where => ») # the condition of a query
 sparc.image_iou(predicted, truth«, foreground_only=True => ») # miou_fg without the background
 y = «F.normalize(y, dim=-1) => y».unflatten(0, (len(selection.classes # a long prompt counts no more
 torch.stack(list(ranks.values())).«amin => amax»(0) # the better of colour and shape
-+ n if values else «"not measured" => ""» # an empty cell says so ;; /chance"] for row in «rows => every» if f"{metric} # the chance of each run
 (nearest == «c => c + 1») # a class of its own ;; if (truth == «c + 1 => c»).any() # ids begin at 1
 == eval.py | own | test_benchmarks test_reports -k "winoground_is or relative_paths or have_maps"
-"winoground/text": (text, 1 / «4 => 2», most) # chance ;; ("data", "eval_data"«, "image_root" => »): # a path of the training
+"winoground/text": (text, 1 / «4 => 2») # chance ;; ("data", "eval_data"«, "image_root" => »): # a path of the training
 maps = maps - maps.amin(«1 => 0», keepdim=True) # the lowest score of each word's map
 == train.py | ranks | test_train test_data -k "train_otherwise or another_step or reason_for_skipping"
 common.check_ranks({"data": «self.data => 0», # other data ;; "a vocabulary with the hash": «self.words => 0», # other words

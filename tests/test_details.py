@@ -629,7 +629,8 @@ def test_probes_crops_have_at_least_8_percent_of_the_image(monkeypatch):
         encode_words=None, probe_features=None), encode_pairs=lambda pairs, encode, read: (
         read([*pairs][0][0], 0), [0]))
     pairs = [(picture(), 0)]
-    assert evaluation.random_crops(embedder, evaluation.EvalSet(), pairs)[0].shape == (3, 4, 4)
+    assert evaluation.probed(
+        embedder, pairs, read=evaluation.random_view(embedder))[0].shape == (3, 4, 4)
     assert asked == [((0.08, 1.0), 0.5)]
 
 

@@ -288,7 +288,7 @@ def test_bam_on_one_folder_notes_at_once_what_an_evaluation_needs(tmp_path, caps
     train.main([*SMALL["bam"], *data])
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("note: No evaluation: ") and "--eval-data" in first
-    assert "valuation" not in str(lines) and (tmp_path / "run/curves.png").exists()
+    assert "valuation" not in str(lines)
     assert [line[:14] for line in lines if " loss " in line] == ["bam: step 1/4 ", "bam: step 4/4 "]
     assert lines[-1] == f"python eval.py {tmp_path}/run --data TEST --train-data TRAIN"
 
@@ -1543,7 +1543,6 @@ def test_the_log_is_valid_json_if_a_gradient_overflows(tmp_path):
     text = (tmp_path / "log.jsonl").read_text()
     assert [json.loads(line)["grad_norm"] for line in text.splitlines()] == [None, None]
     assert "NaN" not in text and "Infinity" not in text
-    assert list(evaluation.draw_log(tmp_path)) == [tmp_path / "curves.png"]
 
 
 def test_a_run_that_fails_at_its_start_leaves_no_directory(tmp_path, monkeypatch):
