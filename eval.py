@@ -916,6 +916,7 @@ class EvalSet:
     groups: dict = None            # {group: (class ids (C,), names)}; folders have one group, ""
     label_ids: list = None         # the class of each label of shards; None: it is not known
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
+    rare_classes: list = None      # numbers of the classes without boxes in training
     map_classes: dict = None       # {key: Classes} of `maps`
     content_words: set = None      # nouns and adjectives, which K-Pna counts
     pool: int = None               # how many images retrieval ranks together; None: all
@@ -933,7 +934,6 @@ class EvalSet:
     videos: Callable = None        # (patch size) -> pairs (function () that yields the f frames
                                    # (3, h, w) of a video, object ids (f, H, W) from 1)
     boxes: Callable = None         # () -> pairs (image, padded to a square; common.Boxes)
-    rare_classes: list = None      # numbers of the classes without boxes in training
     word_masks: Callable = None    # () -> pairs (image, (caption, {(kind, word): mask (S, S)}))
 
     def used_classes(self):
@@ -944,14 +944,6 @@ class EvalSet:
     def learn(self):
         """() -> pairs (image, class id) that k-NN and probes learn from, see open_to_learn."""
         return open_to_learn(self.options, self)
-
-    def images(self, purpose):
-        """Yield (image, its name) of captioned or labelled pairs, for search and for pictures. The
-        name is a path, "shard:key" if a search opened the data, or a number."""
-        pairs = self.captioned or self.labelled
-        for i, (image, value) in enumerate(pairs(purpose)):
-            names = [name for name in (image, value) if isinstance(name, str)]
-            yield image, names[0] if names else str(i)
 
 
 class FileSet(EvalSet):
@@ -976,10 +968,7 @@ class FileSet(EvalSet):
 
     @functools.cached_property  # only tasks with text need names, which may be missing
     def classes(self):
-        folders = self.source.classes
-        names, source = common.class_names(folders, self.options.classes)
-        if self.options.classes:  # to see at a glance whether the order is right
-            print(f"classes: {folders[0]} = {names[0]}, ..., {folders[-1]} = {names[-1]}")
+        names, source = common.class_names(self.source.classes, self.options.classes)
         return Classes(names, self.options.templates, source)
 
 
@@ -1014,8 +1003,6 @@ def open_benchmark(options, *_):
         raise UserError(f"{split}/nshards.txt holds {n}, but {found} tars are there: write "
                         f"{found}, or remove the tars that do not belong to the set.")
     shards = common.TarShards(f"{split}/{{0..{n - 1}}}.tar")
-    if options.query:  # a search needs images alone, by their keys
-        return EvalSet(labelled=lambda purpose: shards.each(None, limit))
     kind = Path(directory, "dataset_type.txt")
     kind = common.read_text(kind, "--data").strip().lower() if common.look_at(kind) else ""
     if kind == "retrieval":
@@ -1182,10 +1169,7 @@ def read_objects(files):
     objects = [i for i in truth[0].unique().tolist() if 0 < i < 255]
     numbers = [1 + objects.index(i) if i in objects else 0 for i in range(256)]
     truth = torch.stack(truth)
-    ids = torch.tensor(numbers, dtype=torch.uint8)[truth.int()]
-    if (ids[truth % 255 > 0] == 0).any():
-        print(f"note: {path.parent} has objects that its first map lacks: they do not count")
-    return ids
+    return torch.tensor(numbers, dtype=torch.uint8)[truth.int()]
 
 
 def read_frames(files, size, patch_size):
@@ -1941,25 +1925,23 @@ def video(embedder, data, options):
     """J and F of objects that are followed through a video (BAM, Table 6).
 
     J, F and their mean are reported for each T, the number of last frames that a frame gets its
-    labels from. They are means over the objects of all videos. video/pixels/... is the same with
-    raw pixels as features. A video of 80 frames of 854 x 480, in patches of 16, takes 2 GB.
+    labels from. They are means over the objects of all videos. A video of 80 frames of 854 x 480,
+    in patches of 16, takes 2 GB.
     """
     encoder = embedder.model.evaluation_encoder()
     patch = encoder.image_size // encoder.grid  # a token of a ResNet stands for a patch, too
-    features = {"": lambda frames: encoder(frames)[:, int(encoder.cls is not None) :],
-                "/pixels": lambda frames: F.unfold(encoder.pixels(frames), patch, stride=patch).mT}
+    encode = lambda frames: encoder(frames)[:, int(encoder.cls is not None) :]
     found = collections.defaultdict(list)
     for frames, truth in progress(data.videos(patch), "videos"):
         truth = truth.to(embedder.device)
         grid = [side // patch for side in next(frames()).shape[1:]]
         start = bam.first_map(truth[0], grid)                               # (C, P)
-        for name, encode in features.items():
-            # one frame at a time, as 80 of them take gigabytes
-            x = embedder.encode_batches((frame[None] for frame in frames()), encode)  # (f, P, d)
-            for T, soft in bam.propagate(x.to(embedder.device), start, grid).items():
-                scores = bam.j_and_f(soft, truth, grid, patch)              # (2, objects)
-                for part, values in (("", scores.mean(0)), ("/J", scores[0]), ("/F", scores[1])):
-                    found[f"video{name}/T{T}{part}"] += values.tolist()
+        # one frame at a time, as 80 of them take gigabytes
+        x = embedder.encode_batches((frame[None] for frame in frames()), encode)    # (f, P, d)
+        for T, soft in bam.propagate(x.to(embedder.device), start, grid).items():
+            scores = bam.j_and_f(soft, truth, grid, patch)                  # (2, objects)
+            for part, values in (("", scores.mean(0)), ("/J", scores[0]), ("/F", scores[1])):
+                found[f"video/T{T}{part}"] += values.tolist()
     return {metric: mean(values) for metric, values in found.items()}
 
 
@@ -2179,14 +2161,13 @@ def sheet(title, note, rows, columns=12):
     return ImageOps.expand(join([head, *lines], True, 12), 10, "white")
 
 
-def to_picture(image, size=None):
-    """(3, H, W), uint8 or floats in [0, 1] -> PIL image. Without `size` a square image keeps its
-    size between 112 and 224 pixels. Pixels are enlarged without smoothing, so that the picture
-    shows what the model sees."""
+def to_picture(image):
+    """(3, S, S), uint8 or floats in [0, 1] -> PIL image of 112 to 224 pixels. Pixels are enlarged
+    without smoothing, so that the picture shows what the model sees."""
     image = to_pil_image(image)
-    size = size or 2 * [min(max(112, image.width), 224)]
-    smooth = size[0] < image.width
-    return image.resize(size, Image.Resampling.BICUBIC if smooth else Image.Resampling.NEAREST)
+    size = min(max(112, image.width), 224)
+    smooth = size < image.width
+    return image.resize((size, size), Image.Resampling.BICUBIC if smooth else Image.Resampling.NEAREST)
 
 
 def light_up(image, weights):
@@ -2294,30 +2275,16 @@ def draw_slots(embedder, data):
     return sheet(title, note, rows)
 
 
-def word_cloud(words, scores):
-    """Words, their scores (n,) -> a picture of the best 20 words with their scores (STAIR, Table
-    9). The font grows with the score. Words that are not in the encoding, with score 0, and special
-    tokens, with score -inf, are left out."""
-    best, ids = scores.topk(min(20, len(words)))
-    sizes = 11 + 6 * best / best[0].clamp(min=1e-6)
-    pages = []
-    for k, size, score in zip(ids, sizes, best):
-        if score > 0:
-            number = draw_text(f"{score:.2f}", 1, 11)
-            pair = join([draw_text(words[k], 1, int(size)), number], gap=4)
-            pages.append(ImageOps.expand(pair, (0, 0, max(0, 112 - pair.width), 0), "white"))
-    cloud = [join(part) for part in chunks(pages or [draw_text("no word", 100)], 3)]
-    return join(cloud, True, 2)
-
-
 def draw_words(embedder, data):
     """The words that score highest for an image (STAIR, Fig. 4)."""
     images, captions = take(embedder, data, 16)
     x, cells = embedder.encode_batches([images], embedder.model.image_encoding), []
-    scores = vocabulary_scores(embedder, x)                                 # (n, |V|)
-    for image, caption, of_image in zip(images, captions, scores):
-        cloud = word_cloud(embedder.tokenizer.vocab, of_image)
-        cells.append((join([to_picture(image, (144, 144)), cloud]), caption))
+    found = vocabulary_scores(embedder, x).topk(min(20, len(embedder.tokenizer)))
+    for image, caption, scores, ids in zip(images, captions, *found):
+        # words that are not in the encoding have score 0, and special tokens -inf
+        words = [f"{embedder.tokenizer.vocab[k]} {score:.2f}" for k, score in zip(ids, scores)
+                 if score > 0]
+        cells.append((join([to_picture(image), draw_text(", ".join(words) or "no word", 300)]), caption))
     title = "The 20 words that score highest for an image, and their scores."
     note = ("A score is the weight of the word, before the encoding gets length 1. The model does "
             "not see the caption.")
@@ -2458,19 +2425,13 @@ def evaluate(embedder, data, options, report=lambda new: None, failed=None):
     """
     result, embedder = {}, dataclasses.replace(embedder, share=common.this_rank())
     for name in tasks_to_run(options, data, embedder.model):
-        new = {}
-        try:
-            results = TASKS[name].run(embedder, data, options)
-        except UserError as error:
-            if failed is None or embedder.share[1] > 1:  # other ranks may wait for this one
-                raise
-            failed.append(f"Task {name}: {error}")
-            continue
-        for metric, found in results.items():
-            found = found if isinstance(found, tuple) else (found,)
-            new |= zip((metric, f"{metric}/chance"), map(to_float, found))
-        result |= new
-        report(new)
+        with noted(failed, f"Task {name}: ", is_shared=True):
+            new = {}
+            for metric, found in TASKS[name].run(embedder, data, options).items():
+                found = found if isinstance(found, tuple) else (found,)
+                new |= zip((metric, f"{metric}/chance"), map(to_float, found))
+            result |= new
+            report(new)
     return result
 
 
@@ -2518,13 +2479,16 @@ def evaluate_and_show(embedder, data, options, run, failed, again=False):
 
 
 @contextlib.contextmanager
-def noted(failed):
-    """A context that appends the message of a UserError to a list. The directory may be that of
-    another user's run, and its metrics are worth printing all the same."""
+def noted(failed, who="", is_shared=False):
+    """A context that appends `who` and the message of a UserError to a list, so that an error in
+    one task, file or run stops no other. Without a list it raises the error. is_shared: whether
+    other ranks may wait for this one; then it raises the error, too."""
     try:
         yield
     except UserError as error:
-        failed.append(str(error))
+        if failed is None or (is_shared and common.this_rank()[1] > 1):
+            raise
+        failed.append(f"{who}{error}")
 
 
 def print_notes(embedder, data):
@@ -2639,10 +2603,12 @@ class CosineIndex:
         return [(self.ids[i], score) for score, i in zip(best.values.tolist(), best.indices)]
 
 
-def numbered(pairs):
-    """Pairs (image, name) -> pairs whose names differ: k.png, k.png (2), ..."""
-    seen = collections.Counter()
-    for image, name in pairs:
+def named_images(data):
+    """Yield (image, its name). A name is a path, "shard:key" or a number. Equal names get a number:
+    k.png, k.png (2), ..."""
+    seen, pairs = collections.Counter(), data.captioned or data.labelled
+    for i, (image, value) in enumerate(pairs("search")):
+        name = next((name for name in (image, value) if isinstance(name, str)), str(i))
         seen[name] += 1
         yield image, name if seen[name] == 1 else f"{name} ({seen[name]})"
 
@@ -2668,7 +2634,7 @@ def search(embedder, data, options, run):
             else:
                 embedder.tokenize([query])  # tells what is cut or unknown
     embedder = dataclasses.replace(embedder, tells=False)
-    pairs = read_images(numbered(data.images("search")), embedder.read, embedder.workers)
+    pairs = read_images(named_images(data), embedder.read, embedder.workers)
     for part in progress(chunks(pairs, embedder.chunk), f"images, {embedder.chunk} at a time"):
         x, names = embedder.encode_pairs(part)
         index.add(names, word_columns(embedder, x) if is_stair else x)
@@ -2678,7 +2644,7 @@ def search(embedder, data, options, run):
         print(f"{heading}: {names}")
     # Only names were kept, as all images may not fit in memory: the images found are read again.
     wanted = {name for _, best in found for name, _ in best}
-    images = {name: image for image, name in numbered(data.images("search")) if name in wanted}
+    images = {name: image for image, name in named_images(data) if name in wanted}
     rows = []
     for heading, best in found:
         pairs = [(images[name], f"{score:.2f}") for name, score in best]
@@ -2838,12 +2804,8 @@ def run_command(runs, given, device):
     for run in runs:
         found = []
         for spec in specs:
-            try:
+            with noted(failed, f"{run}: " if len(runs) > 1 else "", is_shared=True):
                 found.append(evaluate_run(run, given | spec, device, failed))
-            except UserError as error:  # an error in one run must not stop the other runs
-                if common.this_rank()[1] > 1:  # but ranks may wait for this one
-                    raise
-                failed.append(f"{run}: {error}" if len(runs) > 1 else str(error))
         changes = sparo.change_of_means(found) if len(specs) > 1 else {}
         for metric, change in changes.items():
             print(f"{run}: {metric} {change:+.3f}")

@@ -325,9 +325,9 @@ def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
     table, shards = make_table(tmp_path / "table"), write_labelled(tmp_path / "shards")
     world = "shapes:size=16,objects=2"
     for spec, name, *purpose in (
-            (world, "captioned", "captioned"), (world, "hard_negatives"), (world, "images", "search"),
+            (world, "captioned", "captioned"), (world, "hard_negatives"), (world, "captioned", "search"),
             (world, "labelled", "test"), (world, "maps", "segmentation"), (table, "captioned", ""),
-            (table, "images", "search"), (tmp_path / "crepe", "hard_negatives"),
+            (table, "captioned", "search"), (tmp_path / "crepe", "hard_negatives"),
             (shards, "labelled", "test"),
             (tmp_path / "folders", "labelled", "test"), (tmp_path / "voc", "maps", "segmentation")):
         few, all = (getattr(opened(spec, limit=n)[0], name)(*purpose) for n in (1, None))

@@ -194,7 +194,7 @@ def moving_squares():
     return ids
 
 
-def test_objects_of_a_video_in_davis_folders(tmp_path, capsys):
+def test_objects_of_a_video_in_davis_folders(tmp_path):
     """Enlarged maps have round corners: 4 + 3 + 2 + 1 of a square's 400 pixels are lost at each.
     Where an object is hidden, and nothing is found, J and F are 1."""
     write_video(tmp_path, "squares", moving_squares())
@@ -207,7 +207,7 @@ def test_objects_of_a_video_in_davis_folders(tmp_path, capsys):
     cut = truth.clone()
     cut[10:30, 10:30] = to_edge[:, None] + to_edge >= 4
     f = literal_f(cut, truth)
-    assert 0.9 < f < 1 and len(result) == 24 and 0.5 < result["video/pixels/T7"] <= 1
+    assert 0.9 < f < 1 and len(result) == 12
     for T in bam.LAST_FRAMES:
         assert result[f"video/T{T}/J"] == pytest.approx((0.9 + (0.9 + 1 + 0.9) / 3) / 2)
         assert result[f"video/T{T}/F"] == pytest.approx((f + (f + 1 + f) / 3) / 2)
@@ -218,9 +218,7 @@ def test_objects_of_a_video_in_davis_folders(tmp_path, capsys):
     ids[3, :5, :5] = 5
     for i, truth in enumerate(ids.astype(np.uint8)):
         Image.fromarray(truth).save(tmp_path / f"Annotations/480p/squares/{i:05}.png")
-    assert capsys.readouterr().out == ""
     assert evaluation.evaluate(embedder, *opened(tmp_path)) == result
-    assert "squares has objects that its first map lacks: they do" in capsys.readouterr().out
     write_files(tmp_path, {"ImageSets/2017/val.txt": "squares\n\nsquares\n"})
     assert len([*opened(tmp_path)[0].videos(80)]) == 1                      # listed twice
     shutil.copytree(tmp_path / "JPEGImages/480p/squares", tmp_path / "JPEGImages/480p/a b")
