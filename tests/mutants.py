@@ -277,7 +277,7 @@ math.comb(m - «s => 1», k) # the captions of an image
 accuracy, 1 / len(group[«learnable(data) => ids»].unique()) # a lost class counts
 compress(pairs(), «rest => held») # crops of the images that are not held out
 for _, label in pairs()]), «10 => 2») # a tenth chooses the rate
-== eval.py | tasks | test_details test_eval -k "details or slots or weights_on or zeroshot or holds_out or vtab"
+== eval.py | tasks | test_details test_eval -k "details or slots or weights_on or zeroshot or holds_out or vtab or random_crops"
 "slots": (WORLD_N, «"val" => self.split», 8, 1) # slots: val
 torch.arange(64) «// => %» 8 >= world.palette # colours that are not drawn
 accuracies.argsort(«descending=True => ») # the best slots

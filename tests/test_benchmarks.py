@@ -255,12 +255,6 @@ def test_labels_of_shards_match_class_folders_only_if_their_order_is_known(
         assert data.classes.names == ["azure", "grass", "blood"]
 
 
-def test_a_class_name_that_is_another_folders_name_is_refused(tmp_path):
-    (tmp_path / "names.txt").write_text("red\nblue\nsky\n")
-    with pytest.raises(common.UserError, match="the folder blue the name of another, red"):
-        common.class_names(["blue", "green", "red"], tmp_path / "names.txt")
-
-
 def test_classes_of_imagenet_are_known_by_their_numbers(tmp_path):
     folders = ["n01440764", "n01443537"]
     (tmp_path / "names.txt").write_text("n01443537 goldfish\nn01440764 tench, Tinca tinca\n")

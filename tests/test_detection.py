@@ -132,16 +132,6 @@ def test_average_precision_is_that_of_pycocotools_and_lvis(lvis):
     assert [x.item() for x in found] == pytest.approx(OFFICIAL[lvis], abs=1e-12)
 
 
-@pytest.mark.parametrize("found, expected", [
-    ([(0.9, *A), (0.8, *B)], 1), ([(0.9, *A)], 51 / 101), ([], 0),
-    ([(0.95, 0, 0, 0.5, 0.5, 1), (0.9, *A), (0.8, *B)], 2 / 3),     # 1/2, then 2/3, which counts
-    ([(0.9, *A), (0.8, *A), (0.7, *B)], (51 + 50 * 2 / 3) / 101),   # one box is found twice
-    ([(0.9, *A), (0.8, *B), (0.7, 0, 0, 0.5, 0.5, 1)], 1)])         # a wrong one behind all
-def test_average_precision_by_hand(found, expected):
-    aps = sparc.average_precisions([found_of(*found)], [boxes_of(A, B)])
-    assert {c: ap.mean().item() for c, ap in aps.items()} == {0: pytest.approx(expected)}
-
-
 def test_of_true_boxes_with_equal_iou_the_last_is_taken():
     """As pycocotools takes it. The first found box lies in the middle of two true boxes, the second
     is the first true box, so both are right up to an IoU of 5 / 7."""
@@ -159,13 +149,6 @@ def test_boxes_in_float32_have_the_overlaps_of_float64():
     boxes, *rest = found_of((0.9, 0, 0, 0, x, y))
     aps = sparc.average_precisions([(boxes.float(), *rest)], [boxes_of((0, 0, 0, x / 2, y))])
     assert aps[0].tolist() == pytest.approx([1] + 9 * [0])
-
-
-def test_what_lies_in_a_crowd_does_not_count_and_a_crowd_is_no_true_box():
-    truth = boxes_of((0, 0, 0, 1, 1), (0, 0.6, 0.6, 0.8, 0.8), (1, 0, 0, 1, 1), crowd=[0, 2])
-    found = found_of((0.9, 0, 0, 0, 0.2, 0.2), (0.7, 0, 0.6, 0.6, 0.8, 0.8), (0.6, 1, *A[1:]))
-    aps = sparc.average_precisions([found], [truth])
-    assert aps.keys() == {0} and aps[0].mean() == 1
 
 
 def write_coco(root, lvis=False, **changes):
@@ -270,12 +253,6 @@ def test_an_image_of_another_shape_than_in_the_file_is_refused(tmp_path, capsys)
     file = write_coco(tmp_path, images=lambda rows: rows[0].update(height=7 * rows[0]["height"]))
     list(opened(file)[0].boxes())
     assert "skipped 1 of 2 images" in capsys.readouterr().out
-
-
-def test_a_file_without_a_box_that_can_be_used_is_refused(tmp_path):
-    file = write_coco(tmp_path, annotations=lambda rows: [row.update(category_id=99) for row in rows])
-    with pytest.raises(UserError, match=f"{file} has no box .*annotation that has no box"):
-        common.BoxTable(file)
 
 
 @pytest.mark.parametrize("changes, named", [
@@ -447,23 +424,6 @@ def world_batch(rows):
     return batch | {"images": sample["images"][rows]}
 
 
-def detector_on_rank(rank, directory):
-    torch.save(world_batch(slice(4 * rank, 4 * rank + 4)), directory / f"{rank}/batch.pt")
-    (directory / f"{rank}/detector.pt").write_bytes((directory / "detector.pt").read_bytes())
-    return train_models(0, directory / f"{rank}", 1, tiny_detector, ["detector"])["detector"]
-
-
-@pytest.mark.ranks
-def test_two_ranks_equal_one_process_and_every_parameter_has_a_gradient(tmp_path):
-    model = tiny_detector()
-    torch.save(model.state_dict(), tmp_path / "detector.pt")
-    for rank in "01":
-        (tmp_path / rank).mkdir()
-    ranks = run_ranks(tmp_path, detector_on_rank, 2, tmp_path)
-    assert_one_process(ranks, model, model(world_batch(slice(0, 8)))["loss"])
-    assert [name for name, p in model.named_parameters() if not p.grad.abs().max() > 0] == []
-
-
 def test_a_batch_without_boxes_has_a_loss_of_classes_alone():
     world = common.World(size=16)
     batch = common.box_batch([boxes_of(), boxes_of()], world, tokenizer_of(world), 12)
@@ -609,11 +569,6 @@ def test_what_a_detector_needs_is_said(tmp_path, monkeypatch, run_of, flags, mes
     flags = flags.replace("RUN", str(run_of("sparc"))).replace("BAM", str(run_of("bam")))
     with pytest.raises(UserError, match=message):
         train.main(["--method", "detector", *flags.split(), "--out", "out"])
-
-
-def test_a_model_without_heads_is_refused_on_boxes(tmp_path, run_of):
-    with pytest.raises(UserError, match="boxes.json this model can run no task"):
-        evaluation.main([str(run_of("sparc")), "--data", write_coco(tmp_path)])
 
 
 def test_the_dry_run_and_the_preset_of_the_paper(capsys, run_of):
