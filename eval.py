@@ -1149,10 +1149,9 @@ def davis_files(directory, name):
     files = [(frames / f"{stem}.jpg", maps / f"{stem}.png") for stem in stems]
     # the first frame is given, and the last does not count
     if len(stems) < 3 or of_frames != {*stems} or not read_objects(files[:1]).any():
-        raise UserError(f"The video {name} needs at least three frames NAME.jpg, a map NAME.png "
-                        f"for each, and objects 1, 2, ... in the first map (not 255, which DAVIS "
-                        f"2016 writes): {frames} has {len(of_frames)} frames, {maps} has "
-                        f"{len(stems)} maps.")
+        raise UserError(f"The video {name} needs at least three frames, a map for each, and objects "
+                        f"1, 2, ... in the first map (not 255, which DAVIS 2016 writes): {frames} "
+                        f"has {len(of_frames)} frames, {maps} has {len(stems)} maps.")
     return files
 
 
@@ -1693,13 +1692,6 @@ def linear(embedder, data, options):
 # sparc.py has the functions that compute the metrics.
 
 
-def patch_classes(embedder, data):
-    """{key of data.map_classes: embeddings (C, E) of its classes, to compare patches with}."""
-    encode = functools.partial(embedder.texts, encode=embedder.model.encode_text)
-    return {grouping: class_embeddings(encode, classes)
-            for grouping, classes in data.map_classes.items()}
-
-
 def segmentation(embedder, data, options):
     """Zero-shot segmentation: mean IoU of the classes in the true map (SPARC, D.7).
 
@@ -1707,12 +1699,15 @@ def segmentation(embedder, data, options):
     as some class, and lowers the IoU of this class in `miou`. `miou_fg` ignores background pixels.
     D.7 names no prompts; we average several for each class.
     """
-    classes, scores = patch_classes(embedder, data), collections.defaultdict(list)
+    encode = functools.partial(embedder.texts, encode=embedder.model.encode_text)
+    embeddings = {grouping: class_embeddings(encode, classes)               # (C, E)
+                  for grouping, classes in data.map_classes.items()}
+    scores = collections.defaultdict(list)
     pairs = data.maps("segmentation")
     patches, maps = embedder.encode_pairs(pairs, embedder.model.encode_patches)     # (n, P, E)
     for x, truths in zip(patches, maps):
         for grouping, truth in truths.items():
-            predicted = sparc.segment(x, classes[grouping], truth.shape)
+            predicted = sparc.segment(x, embeddings[grouping], truth.shape)
             foreground = sparc.image_iou(predicted, truth, foreground_only=True)
             scores[f"miou{grouping}"].append(sparc.image_iou(predicted, truth))
             scores[f"miou_fg{grouping}"].append(foreground)
@@ -1971,8 +1966,7 @@ def learned_classes(options, data, model):
     if ids is None:
         raise UserError(f"The classifier has learned {len(known)} classes, {', '.join(known[:3])}, "
                         f"...; {options.data} has {', '.join(names[:3]) if names else 'numbers'}, "
-                        f"...: they must be the same. Name the classes of shards with --classes, "
-                        f"one a line, that of label 0 first, or give other data.")
+                        f"...: they must be the same. --classes names the classes of shards.")
     return ids
 
 
@@ -2224,24 +2218,6 @@ def draw_word_maps(embedder, data):
     return lit_sheet(title, note, rows)
 
 
-def draw_segmentation(embedder, data):
-    """Which patches are predicted as each class of the true map (SPARC, Fig. 3)."""
-    classes, rows = patch_classes(embedder, data), []
-    for image, truths in itertools.islice(data.maps("segmentation"), 8):
-        patches = embedder.encode_batches([image[None]], embedder.model.encode_patches)[0]
-        maps = []
-        for grouping, truth in truths.items():
-            nearest = (patches @ classes[grouping].T).argmax(1)             # (P,)
-            for c, name in enumerate(data.map_classes[grouping].names):
-                if (truth == c + 1).any():
-                    maps.append((name, (nearest == c).float()))
-        rows.append(("", image, maps))
-    title = "Zero-shot segmentation by patches (SPARC, Fig. 3)."
-    note = ("Each patch gets the class whose text embedding is nearest, and is bright below this "
-            "name. The names are those of the classes in the true map.")
-    return lit_sheet(title, note, rows)
-
-
 def draw_slots(embedder, data):
     """Which words and patches single slots attend to (SPARO, Sec. 5.4).
 
@@ -2351,7 +2327,6 @@ def draw_samples(embedder, data):
 
 PICTURES = {
     "alignment": Row(draw_word_maps, IMAGES, "align_words", ("classes",)),
-    "segmentation": Row(draw_segmentation, ("maps",), "encode_patches", PROMPTS),
     "slots": Row(draw_slots, IMAGES, "slots", ("classes",)),
     "words": Row(draw_words, IMAGES, "image_encoding", ("classes",)),
     "queries": Row(draw_word_maps, IMAGES, "word_maps", ("classes",)),
@@ -2506,9 +2481,8 @@ def print_unseen(counted, context):
               f"longer than the context of {context} tokens: the model does not see their ends.")
     if counted["unknown_tokens"] > 0.1 * counted["tokens"]:
         fraction = counted["unknown_tokens"] / counted["tokens"]
-        print(f"{fraction:.0%} of the tokens of captions and prompts are [UNK], words that the "
-              f"run's vocabulary does not have: train on captions with these words, or with "
-              f"--vocab.")
+        print(f"{fraction:.0%} of the tokens of captions and prompts are [UNK]: train on captions "
+              f"with these words, or with a --vocab that has them.")
 
 
 def metric_options(options):
@@ -2626,13 +2600,13 @@ def search(embedder, data, options, run):
         index = stair.InvertedIndex(embedder.tokenizer.vocab)
     with common.explained(ValueError, "--query"):  # a wrong query fails before images are encoded
         for query in options.query:
-            if stair.is_boolean(query):
-                if not is_stair:
-                    raise ValueError(f"{query!r} has AND, OR or NOT, which only STAIR knows: write "
-                                     f"a caption")
+            if not stair.is_boolean(query):
+                embedder.tokenize([query])  # tells what is cut or unknown
+            elif is_stair:
                 stair.boolean_query(query, index)
             else:
-                embedder.tokenize([query])  # tells what is cut or unknown
+                raise ValueError(f"{query!r} has AND, OR or NOT, which only STAIR knows: write a "
+                                 f"caption")
     embedder = dataclasses.replace(embedder, tells=False)
     pairs = read_images(named_images(data), embedder.read, embedder.workers)
     for part in progress(chunks(pairs, embedder.chunk), f"images, {embedder.chunk} at a time"):

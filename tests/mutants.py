@@ -289,12 +289,11 @@ size, («0.08 => 0.8», 1.0), 0.5, generator) # crops of a probe
 return common.match_names(«lines, classes => classes, lines») # --classes, the way back
 ids = common.match_names(«train.groups[""][1], names => names, train.groups[""][1]») if train # the way back
 ids = common.match_names(«names, known => known, names») if names # a classifier's classes, the way back
-== eval.py | reports | test_eval test_reports test_stair -k "search_by_words or vocs_layout or each_true or slots_are_selected or better_word"
+== eval.py | reports | test_eval test_reports test_stair -k "search_by_words or vocs_layout or slots_are_selected or better_word"
 index.search(dict.fromkeys(words, 1.0), 8«, where => ») # the condition of a query
 sparc.image_iou(predicted, truth«, foreground_only=True => ») # miou_fg without the background
 y = «F.normalize(y, dim=-1) => y».unflatten(0, (len(selection.classes # a long prompt counts no more
 torch.stack(list(ranks.values())).«amin => amax»(0) # the better of colour and shape
-(nearest == «c => c + 1») # a class of its own ;; if (truth == «c + 1 => c»).any() # ids begin at 1
 == eval.py | own | test_benchmarks test_reports -k "winoground_is or relative_paths or have_maps"
 "winoground/text": (text, 1 / «4 => 2») # chance ;; ("data", "eval_data"«, "image_root" => »): # a path of the training
 maps = maps - maps.amin(«1 => 0», keepdim=True) # the lowest score of each word's map

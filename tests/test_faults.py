@@ -199,7 +199,7 @@ def test_a_file_that_cannot_be_written_fails_alone(tmp_path, run_of, monkeypatch
         with pytest.raises(UserError, match="evals.jsonl cannot.*alignment.png cannot be written"):
             evaluation.main([str(run)])
     assert f"written: {run}/eval.json" in capsys.readouterr().out
-    assert (run / "segmentation.png").exists()
+    assert (run / "samples.png").exists()
 
 
 def test_a_full_disk_leaves_the_lines_of_finished_tasks(tmp_path):

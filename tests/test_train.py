@@ -94,7 +94,7 @@ def test_a_run_writes_its_log_settings_vocabulary_and_pictures(run_of):
     assert [record["step"] for record in log] == [1, 2, 3, 4, 5, 6]
     assert {"loss", "global", "local", "local_wrong_image", "scale", "lr", "grad_norm",
             "images_per_s", "data_share", "chance_loss"} <= set(log[0])
-    for name in ("config.json", "vocab.txt", "alignment.png", "segmentation.png"):
+    for name in ("config.json", "vocab.txt", "alignment.png", "samples.png"):
         assert (run / name).exists()
     assert 0 <= results(run)["zeroshot"] <= 1 and results(run)["settings"]["step"] == 6
 
@@ -131,7 +131,7 @@ def test_flags_of_a_method_change_its_training(tmp_path, run_of, name, flags):
     tasks = "zeroshot" if name == "sparc" else None  # read-outs change all tasks
     data, options = opened("shapes:size=16,objects=2", task=tasks)
     assert 0 <= evaluation.evaluate(embedder, data, options)["zeroshot"] <= 1
-    evaluation.draw_pictures(embedder, data, {"alignment", "slots", "segmentation"})
+    evaluation.draw_pictures(embedder, data, {"alignment", "slots"})
     last_block = f"image_encoder.blocks.{name == 'sparo':d}.norm1.weight"
     assert last_block in weights(tmp_path)
 

@@ -243,7 +243,7 @@ MAPS = [f"Annotations/480p/a/{t:05}.png" for t in range(3)]
 
 @pytest.mark.parametrize("files, flags, error", [
     ({}, dict(split="test-dev"), "has no split test-dev: give --split, one of train, val"),
-    ({MAPS[1]: None}, {}, "The video a needs at least three frames .* 3 frames, .* 2 maps"),
+    ({MAPS[1]: None}, {}, "The video a needs at least three frames.* 3 frames, .* 2 maps"),
     ({"JPEGImages/480p/a/00002.jpg": None}, {}, "The video a needs .* 2 frames, .* 3 maps"),
     ({MAPS[2]: None, "JPEGImages/480p/a/00002.jpg": None}, {}, "The video a needs at least three"),
     ({MAPS[0]: picture(20, 20, "L", "PNG", 255)}, {}, "a needs .* objects 1, 2, .*not 255"),
