@@ -998,10 +998,6 @@ def open_benchmark(options, *_):
     split = Path(directory, options.split)
     with common.explained(ValueError, f"{split}/nshards.txt", "; it is the number of tars"):
         n = int(common.read_text(split / "nshards.txt", "--data"))
-    found = len(common.matching(f"{split}/[0-9]*.tar"))
-    if found > n:  # a part of the set would be left out
-        raise UserError(f"{split}/nshards.txt holds {n}, but {found} tars are there: write "
-                        f"{found}, or remove the tars that do not belong to the set.")
     shards = common.TarShards(f"{split}/{{0..{n - 1}}}.tar")
     kind = Path(directory, "dataset_type.txt")
     kind = common.read_text(kind, "--data").strip().lower() if common.look_at(kind) else ""
@@ -1149,8 +1145,8 @@ def davis_files(directory, name):
     files = [(frames / f"{stem}.jpg", maps / f"{stem}.png") for stem in stems]
     # the first frame is given, and the last does not count
     if len(stems) < 3 or of_frames != {*stems} or not read_objects(files[:1]).any():
-        raise UserError(f"The video {name} needs at least three frames, a map for each, and objects "
-                        f"1, 2, ... in the first map (not 255, which DAVIS 2016 writes): {frames} "
+        raise UserError(f"The video {name} needs at least three frames, a map for each, and "
+                        f"objects 1, 2, ... in the first map (not 255, as in DAVIS 2016): {frames} "
                         f"has {len(of_frames)} frames, {maps} has {len(stems)} maps.")
     return files
 
@@ -1664,10 +1660,9 @@ def linear(embedder, data, options):
     if options.probe == "sgd":
         # sgd trains on random crops of the images that are not held out. If there is nothing to
         # choose, it trains on all images, and a hundred of them tell the size of the features.
-        rates, held, rest = [options.probe_lr], 100 * [True], itertools.repeat(True)
+        rates, held, rest = [options.probe_lr or RATES[2]], 100 * [True], itertools.repeat(True)
         if options.probe_lr is None:
             is_held = hold_out(torch.tensor([label for _, label in pairs()]), 10)
-            rates = [RATES[2]]
             if is_held.any():
                 rates, held, rest = RATES, is_held.tolist(), (~is_held).tolist()
         x, learned = probed(embedder, itertools.compress(pairs(), held))
@@ -2160,8 +2155,8 @@ def to_picture(image):
     without smoothing, so that the picture shows what the model sees."""
     image = to_pil_image(image)
     size = min(max(112, image.width), 224)
-    smooth = size < image.width
-    return image.resize((size, size), Image.Resampling.BICUBIC if smooth else Image.Resampling.NEAREST)
+    method = Image.Resampling.BICUBIC if size < image.width else Image.Resampling.NEAREST
+    return image.resize((size, size), method)
 
 
 def light_up(image, weights):
@@ -2260,7 +2255,8 @@ def draw_words(embedder, data):
         # words that are not in the encoding have score 0, and special tokens -inf
         words = [f"{embedder.tokenizer.vocab[k]} {score:.2f}" for k, score in zip(ids, scores)
                  if score > 0]
-        cells.append((join([to_picture(image), draw_text(", ".join(words) or "no word", 300)]), caption))
+        page = draw_text(", ".join(words) or "no word", 300)
+        cells.append((join([to_picture(image), page]), caption))
     title = "The 20 words that score highest for an image, and their scores."
     note = ("A score is the weight of the word, before the encoding gets length 1. The model does "
             "not see the caption.")
