@@ -200,19 +200,6 @@ def test_chunks_do_not_change_losses_or_gradients(monkeypatch, limit):
         assert_same_with_gradients(value, whole[name], (tokens, patches, scale))
 
 
-def test_a_chunk_has_at_most_limit_similarities(monkeypatch):
-    sizes = []
-
-    def scores(x, y):
-        sizes.append(len(x) * x.shape[1] * len(y) * y.shape[1])
-        return torch.zeros(len(x), len(y))
-
-    x, y = torch.zeros(8, 6, 4), torch.zeros(20, 5, 4)
-    cut_chunks(monkeypatch, 8 * 6 * 5 * 7)
-    assert sparc.in_chunks(scores, x, y).shape == (8, 20)
-    assert sizes == [8 * 6 * 5 * n for n in (7, 7, 6)]
-
-
 def test_losses_are_computed_in_fp32_under_autocast():
     tokens, patches, mask = ragged()
     tokens, patches = tokens.detach().bfloat16(), patches.detach().bfloat16()

@@ -74,40 +74,30 @@ def test_a_sets_own_names_and_prompts_are_used_unless_others_are_given(
     assert opened(spec)[0].classes.prompts[0] == "a photo of a blue."
 
 
-def test_knn_and_slots_learn_from_the_split_train_or_from_train_data(tmp_path):
-    spec = write_labelled(tmp_path / "with")
+def test_knn_and_slots_learn_from_the_split_train_or_from_the_one_that_is_named(tmp_path):
+    """SPARO (Sec. 5.1) ranks on validation images. The split train of "wrong" has wrong labels."""
+    spec, wrong, alone = (write_labelled(tmp_path / name) for name in ("with", "wrong", "alone"))
     write_labelled(tmp_path / "with", "train")
-    data, options = opened(spec, learn_limit=4)
-    pairs = data.learn
-    assert options.train_data == spec and len(list(pairs())) == 4
-    assert evaluation.knn(embedder(), data, options)["knn"][0] > 0.3
-    assert evaluation.knn(embedder(), *opened(spec))["knn"][0] == 1
-    result = evaluation.slots(embedder(SlotOracle()), *opened(spec, select=spec))
-    assert result["slots/accuracy_best"] == 1 and result["slots/best_half/zeroshot"][0].all()
-    alone = write_labelled(tmp_path / "alone")
-    make_folders(tmp_path / "folders")
-    for train in (spec, str(tmp_path / "folders"), f"{spec}/train/{{0..1}}.tar"):
-        assert evaluation.knn(embedder(), *opened(alone, train_data=train))["knn"][0] == 1
-
-
-def test_slots_and_knn_learn_from_the_split_that_the_spec_names(tmp_path):
-    """SPARO (Sec. 5.1) ranks on validation images. Here the split train has the wrong labels."""
-    spec = write_labelled(tmp_path / "set")
-    write_split(tmp_path / "set/train", {
+    write_split(tmp_path / "wrong/train", {
         "0.png": plain("red"), "0.cls": "1", "1.png": plain("blue"), "1.cls": "2",
         "2.png": plain("green"), "2.cls": "0"})
     make_folders(tmp_path / "folders")
-    folders, alone = str(tmp_path / "folders"), write_labelled(tmp_path / "alone")
-    for select, best in ((spec, 1 / 3), (f"{spec}:split=train", 1 / 3), (f"{spec}:split=test", 1)):
-        result = evaluation.slots(embedder(SlotOracle()), *opened(folders, select=select))
-        assert result["slots/accuracy_best"] == pytest.approx(best)
-    named = dict(train_data=f"{alone}:split=test")
-    assert evaluation.knn(embedder(), *opened(folders, **named))["knn"][0] == 1
+    data, options = opened(spec, learn_limit=4)
+    assert options.train_data == spec and len(list(data.learn())) == 4
+    assert evaluation.knn(embedder(), *opened(spec))["knn"][0] == 1
+    folders = str(tmp_path / "folders")
+    for train in (spec, folders, f"{spec}/train/{{0..1}}.tar", f"{wrong}:split=test"):
+        assert evaluation.knn(embedder(), *opened(alone, train_data=train))["knn"][0] == 1
+    slots = lambda spec, select: evaluation.slots(embedder(SlotOracle()),
+                                                  *opened(spec, select=select))
+    for split, best in (("", 1 / 3), (":split=train", 1 / 3), (":split=test", 1)):
+        assert slots(folders, wrong + split)["slots/accuracy_best"] == pytest.approx(best)
+    assert slots(spec, spec)["slots/best_half/zeroshot"][0].all()
     for select in (alone, f"{spec}:split=val"):
         with pytest.raises(common.UserError, match="give --split, one of test.*DIR:split=NAME"):
-            evaluation.slots(embedder(SlotOracle()), *opened(folders, select=select))
+            slots(folders, select)
     with pytest.raises(common.UserError, match="not the data to evaluate"):
-        evaluation.slots(embedder(SlotOracle()), *opened(spec, select=f"{spec}:split=test"))
+        slots(spec, f"{spec}:split=test")
 
 
 def test_retrieval_finds_any_of_an_images_captions(tmp_path, capsys):
@@ -128,20 +118,18 @@ def test_retrieval_finds_any_of_an_images_captions(tmp_path, capsys):
 
 
 def test_limit_draws_the_same_random_images_each_time(tmp_path):
-    members = {}
+    members, folders = {}, {}
     for i in range(60):
         members |= {f"{i:02}.png": plain(NAMES[i // 20]), f"{i:02}.cls": str(i // 20)}
+        folders[f"folders/{i // 20}/{i}.png"] = plain(NAMES[i // 20])
     write_split(tmp_path / "test", members)
-    write_files(tmp_path, {"classnames.txt": "\n".join(NAMES)})
-    labels = [label for _, label in opened(tmp_path, limit=12)[0].labelled("test")]
-    assert len(labels) == 12 and len(set(labels)) == 3
-    assert labels == [label for _, label in opened(tmp_path, limit=12)[0].labelled("test")]
-    write_files(tmp_path, {f"folders/{members[f'{i:02}.cls']}/{i}.png": plain(NAMES[i // 20])
-                           for i in range(60)})
-    few = [list(opened(tmp_path / "folders", limit=12)[0].labelled("test")) for _ in range(2)]
-    assert few[0] == few[1] and len(few[0]) == 12 and {label for _, label in few[0]} == {0, 1, 2}
-    to_learn = opened(tmp_path / "test" / "0.tar", limit=12)[0]
-    assert labels == [label for _, label in to_learn.labelled("train")]
+    write_files(tmp_path, folders | {"classnames.txt": "\n".join(NAMES)})
+    draws = {}
+    for spec in (tmp_path, tmp_path / "folders", tmp_path / "test/0.tar"):
+        few, again = (list(opened(spec, limit=12)[0].labelled("test")) for _ in range(2))
+        draws[spec.name] = [label for _, label in few]
+        assert few == again and len(few) == 12 and {*draws[spec.name]} == {0, 1, 2}
+    assert draws["0.tar"] == draws[tmp_path.name]
     images, captions = evaluation.take(embedder(), opened(tmp_path, limit=9)[0], 9)
     assert images.shape == (9, 3, 8, 8) and len(set(captions)) == 3
     colours = common.to_unit(images).mean((2, 3)).argmax(1).tolist()
@@ -173,22 +161,21 @@ def write_winoground(directory):
     write_files(directory, images | {"examples.jsonl": "\n".join(map(json.dumps, rows))})
 
 
-def test_winoground_is_evaluated_from_its_own_files(tmp_path, capsys):
+def test_winoground_is_evaluated_from_its_own_files(tmp_path, monkeypatch, capsys):
     write_winoground(tmp_path / "w")
     (tmp_path / "w" / "images").rename(tmp_path / "photos")
     data, options = opened(tmp_path / "w", image_root=str(tmp_path / "photos"))
     assert evaluation.tasks_to_run(options, data, embedder().model) == ["winoground"]
     result = evaluation.winoground(embedder(), data, options)
-    assert {key: value.tolist() for key, (value, *_) in result.items()} == {
-        "winoground/text": [True] * 2, "winoground/image": [True] * 2,
-        "winoground/group": [True] * 2}
+    chances = {"winoground/text": 1 / 4, "winoground/image": 1 / 4, "winoground/group": 1 / 6}
+    assert {name: chance for name, (_, chance) in result.items()} == chances
+    assert all(right.tolist() == [True] * 2 for right, _ in result.values())
     assert "skipped 1 of 6 images" in capsys.readouterr().out
-    with pytest.MonkeyPatch.context() as patch:  # both captions score highest with image 1
-        scores = torch.tensor([[1.0, 0.0], [2.0, 3.0]])                     # (images, captions)
+    scores = torch.tensor([[1.0, 0.0], [2.0, 3.0]])     # both captions score highest with image 1
+    with monkeypatch.context() as patch:
         patch.setattr(evaluation.Embedder, "similarity", lambda *pair: scores)
         result = evaluation.winoground(embedder(), data, options)
-    found = [(value.tolist(), chance) for value, chance in result.values()]
-    assert found == [([True] * 2, 1 / 4), ([False] * 2, 1 / 4), ([False] * 2, 1 / 6)]
+    assert [right.tolist() for right, _ in result.values()] == [[True] * 2, *2 * [[False] * 2]]
     (tmp_path / "photos").rename(tmp_path / "w" / "images")  # their folder in the release
     data, options = opened(tmp_path / "w", limit=1)
     assert evaluation.winoground(embedder(), data, options)["winoground/text"][0].tolist() == [True]
@@ -219,40 +206,35 @@ def test_a_large_limit_draws_more_scenes_and_retrieval_ranks_in_pools():
     assert found["retrieval/images"] == 3 * (n // 2)
 
 
-@pytest.mark.parametrize("way", ["named", "numbers", "from 1", "--classes", "own"])
+@pytest.mark.parametrize("folders, lines, found", [
+    ("green red blue", None, None), ("0 1 2", None, "0 1 2"), ("1 2 3", None, None),
+    ("green red blue", "green red blue", "blue green red"),
+    ("green red blue", "azure grass blood", "azure grass blood")])
 def test_labels_of_shards_match_class_folders_only_if_their_order_is_known(
-        tmp_path, way):
-    """The labels 0, 1, 2 of the shards are green, red, blue. Sorted folders are blue, green, red:
-    the classes turn in a circle, so that the way there is not the way back.
+        tmp_path, folders, lines, found):
+    """The colours of the labels 0, 1, 2 are green, red, blue, those of the sorted folders blue,
+    green, red: the classes turn in a circle, so that the way there is not the way back. Where the
+    lines of --classes are new names, the labels have the order of the sorted folders. k-NN would
+    silently compare different classes, so an unknown order raises an error.
 
-    k-NN would silently compare different classes, so an unknown order raises an error. Each `way`
-    names the folders or gives a --classes FILE: "named": green, red, blue; unknown. "numbers": 0,
-    1, 2; known. "from 1": 1, 2, 3; unknown. "own": the FILE has the folders' names in the order of
-    the labels; known. "--classes": the FILE has other names, and the labels have the order of the
-    sorted folders; known.
+    found: the names of the classes; None: their order is unknown.
     """
-    order = ["green", "red", "blue"]
-    names = {"numbers": ["0", "1", "2"], "from 1": ["1", "2", "3"]}.get(way, order)
+    order, folders = ["green", "red", "blue"], folders.split()
     write_files(tmp_path, {f"test/{name}/{i}.png": plain(colour)
-                           for name, colour in zip(names, order) for i in range(2)})
-    labels = [sorted(names).index(name) for name in names] if way == "--classes" else range(3)
-    members = {}
-    for label, colour in zip(labels, order):
-        members |= {f"{label}.png": plain(colour), f"{label}.cls": str(label)}
-    shards = write_tar(tmp_path / "0.tar", members)
-    (tmp_path / "names.txt").write_text("\n".join(order if way == "own" else
-                                                  ["azure", "grass", "blood"]))
-    classes = str(tmp_path / "names.txt") if way in ("--classes", "own") else None
-    data, options = opened(tmp_path / "test", train_data=shards, classes=classes)
-    if way in ("named", "from 1"):
+                           for name, colour in zip(folders, order) for i in range(2)})
+    is_renamed, members = bool(lines) and "azure" in lines, {}
+    for i, (name, colour) in enumerate(zip(folders, order)):
+        label = sorted(folders).index(name) if is_renamed else i
+        members |= {f"{i}.png": plain(colour), f"{i}.cls": str(label)}
+    write_files(tmp_path, {"names.txt": (lines or "").replace(" ", "\n")})
+    data, options = opened(tmp_path / "test", classes=lines and str(tmp_path / "names.txt"),
+                           train_data=write_tar(tmp_path / "0.tar", members))
+    if found:
+        assert evaluation.knn(embedder(), data, options)["knn"][0] == 1
+        assert data.classes.names == found.split()
+    else:
         with pytest.raises(common.UserError, match="Shards number .* --classes FILE"):
             evaluation.knn(embedder(), data, options)
-        return
-    assert evaluation.knn(embedder(), data, options)["knn"][0] == 1
-    if way == "own":  # the file has the folders' names in the order of the labels
-        assert data.classes.names == ["blue", "green", "red"]
-    elif classes:
-        assert data.classes.names == ["azure", "grass", "blood"]
 
 
 def test_classes_of_imagenet_are_known_by_their_numbers(tmp_path):

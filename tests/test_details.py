@@ -4,10 +4,7 @@ Initial weights, stages and ramps, schedules, masks, bounds of the
 augmentation, the world's scenes, and what evaluations leave out.
 """
 
-import colorsys
-import itertools
 import math
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -279,18 +276,6 @@ def test_train_mask_equals_a_literal_loop(parts, seed):
 
 
 # Data: resume, augmentation, decoding -----------------------------------------------------
-
-
-def test_a_resumed_table_goes_on_where_it_stopped():
-    """Each part of the data resumes inside an epoch and at the begin of one."""
-    table = common.CaptionTable([(f"{i}.jpg", f"{i} {c}") for i in range(7) for c in range(3)], "t")
-    for part in (0, 1):
-        rows = itertools.islice(table.samples(3, part, 2), 12)
-        whole = [(sample, position) for sample, position in rows]
-        assert [position for _, position in whole] == list(range(1, 13))
-        for start in (1, 5, 8):
-            rest = itertools.islice(table.samples(3, part, 2, start), 12 - start)
-            assert list(rest) == whole[start:]
 
 
 def test_each_sample_and_batch_of_each_rank_has_a_seed_of_its_own(tmp_path, monkeypatch):
