@@ -1139,7 +1139,7 @@ def open_davis(options, *_):
 
 def davis_files(directory, name):
     """The files of a video: a list of pairs (frame, map)."""
-    frames, maps = directory / "JPEGImages/480p" / name, directory / "Annotations/480p" / name
+    frames, maps = (directory / part / "480p" / name for part in ("JPEGImages", "Annotations"))
     of_frames = {path.stem for path in frames.glob("*.jpg")}
     stems = sorted({path.stem for path in maps.glob("*.png")}, key=common.natural)
     files = [(frames / f"{stem}.jpg", maps / f"{stem}.png") for stem in stems]
@@ -2239,10 +2239,9 @@ def draw_slots(embedder, data):
     if not rows:
         return None
     title = "SPARO: the word and the patches that the same slot weights (Sec. 5.4)."
-    note = (f"A row is one of {agree.shape[1]} slots. In the pairs shown the slot puts more than "
-            f"half of its weight on one word of the caption (above the image), and its values for "
-            f"image and caption have a cosine above 0.75. The first slots do so most often and "
-            f"most sharply. A slot with the words of a slot above is left out. {BRIGHTNESS}")
+    note = (f"A row is one of {agree.shape[1]} slots. The word above an image has more than half "
+            f"of the slot's weight, and the slot's values for image and caption have a cosine "
+            f"above 0.75. {BRIGHTNESS}")
     return sheet(title, note, rows)
 
 
@@ -2609,21 +2608,18 @@ def search(embedder, data, options, run):
         x, names = embedder.encode_pairs(part)
         index.add(names, word_columns(embedder, x) if is_stair else x)
     found = [*answers(embedder, index, options.query)]
-    for heading, best in found:
-        names = ", ".join(f"{name} ({score:.2f})" for name, score in best) or "nothing"
-        print(f"{heading}: {names}")
     # Only names were kept, as all images may not fit in memory: the images found are read again.
     wanted = {name for _, best in found for name, _ in best}
     images = {name: image for image, name in named_images(data) if name in wanted}
     rows = []
     for heading, best in found:
+        names = ", ".join(f"{name} ({score:.2f})" for name, score in best) or "nothing"
+        print(f"{heading}: {names}")
         pairs = [(images[name], f"{score:.2f}") for name, score in best]
         shown = read_images(pairs, embedder.read) if pairs else []
-        rows.append((heading if pairs else f"{heading}: nothing found",
-                     [(to_picture(image), score) for image, score in shown]))
-    note = ("The score of a caption is a cosine or, for patches and tokens, their similarity. "
-            "STAIR's words alone need no text encoder. The score of a query with AND, OR, NOT is "
-            "the sum of its words' weights.")
+        rows.append((heading, [(to_picture(image), score) for image, score in shown]))
+    note = ("The score of a caption is its similarity to the image, that of a query with AND, OR, "
+            "NOT the sum of its words' weights.")
     page = sheet("The images that each query finds, and their scores.", note, rows)
     name = f"{path_words(' '.join(options.query))}-search.png"
     return save_figures({output_path(run, options, name): page}, embedder.step)
