@@ -914,8 +914,11 @@ def test_slots_are_selected_and_masks_are_trained_on_files(tmp_path, monkeypatch
     val, test, crepe = [str(tmp_path / name) for name in ("val", "test", "crepe")]
     # two of three prompts are right, the third is wrong and long
     embed, flags = embedder(SlotOracle()), dict(templates=["{}", "{}", "a {}"], select_root=test)
+    ranked, accuracies = [], sparo.slot_accuracies
+    monkeypatch.setattr(sparo, "slot_accuracies",
+                        lambda *given: ranked.append(accuracies(*given)) or ranked[-1])
     found = evaluation.slots(embed, *opened(test, select=val, **flags))
-    assert found["slots/accuracy_best"] == 1
+    assert found["slots/accuracy_best"] == 1 and ranked[0][[0, 2]].tolist() == [1, 1]
     assert found["slots/best_half/zeroshot"][0].all() and "slots/best_half/i2t/R@1" not in found
     on_crepe = evaluation.slots(embed, *opened(crepe, select=val, image_root=test, **flags))
     assert on_crepe["slots/best_half/negatives"] == (1, 1 / 2)

@@ -77,25 +77,6 @@ def test_f_is_the_official_one(size):
     torch.testing.assert_close(found, expected)
 
 
-def test_pixels_near_a_mask_are_a_disk_that_the_edges_cut():
-    mask, radius = torch.zeros(1, 12, 15, dtype=torch.bool), 5
-    mask[0, 1, 9] = mask[0, 11, 0] = True
-    y, x = torch.meshgrid(torch.arange(12), torch.arange(15), indexing="ij")
-    expected = ((y - 1) ** 2 + (x - 9) ** 2 <= 25) | ((y - 11) ** 2 + x**2 <= 25)
-    assert torch.equal(bam.near(mask, radius)[0], expected)
-
-
-def test_squares_that_move_a_patch_a_frame_are_exact_in_every_frame():
-    maps = torch.zeros(6, 3, 7, 9)
-    for t in range(6):
-        maps[t, 1, 1:3, t : t + 3] = maps[t, 2, 3 + t // 2 : 5 + t // 2, 6:9] = 1
-        maps[t, 0] = 1 - maps[t].sum(0)
-    maps = maps.flatten(2)                                                  # (f, C, P)
-    found = bam.propagate(maps.transpose(1, 2), maps[0], (7, 9), [1, 2, 9])
-    for T in (1, 2, 9):
-        torch.testing.assert_close(found[T], maps, rtol=0, atol=1e-5)
-
-
 def test_propagation_is_that_of_a_literal_loop():
     """Of three frames, of two and of one; in squares of three patches; two patches count."""
     x, first, (height, width) = torch.randn(5, 12, 3).double(), torch.rand(2, 12).double(), (3, 4)
