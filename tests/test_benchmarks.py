@@ -24,19 +24,14 @@ def plain(colour, format="PNG"):
 
 
 def write_split(directory, *shards):
-    """Write the shards of a split in CLIP_benchmark's layout.
-
-    A shard is {member: bytes or text}.
-    """
+    """Write shards {member: bytes or text} as a split in CLIP_benchmark's layout."""
     shards = {f"{i}.tar": members for i, members in enumerate(shards)}
     write_files(directory, shards | {"nshards.txt": f"{len(shards)}\n"})
 
 
 def write_labelled(directory, split="test", extra=()):
-    """Write six images of three colours, in three formats, as a labelled set of two shards.
-
-    extra: more members of the second shard. Return the SPEC of the set.
-    """
+    """Write six images of three colours, in three formats, as a labelled set of two shards. Return
+    its SPEC. extra: more members of the second shard."""
     shards = [{}, {}]
     for i in range(6):
         format = ("JPEG", "WEBP", "PNG")[i % 3]

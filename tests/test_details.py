@@ -4,7 +4,9 @@ Initial weights, stages and ramps, schedules, masks, bounds of the
 augmentation, the world's scenes, and what evaluations leave out.
 """
 
+import colorsys
 import math
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -84,7 +86,15 @@ def test_initial_weights_have_the_deviations_of_their_sources():
         assert tiny_model(name, init_scale=20.0).log_scale.exp().item() == pytest.approx(20)
 
 
-# Masks ------------------------------------------------------------------------------------
+# Gradients and masks ----------------------------------------------------------------------
+
+
+def test_targets_and_teachers_get_no_gradient():
+    """BAM, Sec. 4.1."""
+    z, z_m = torch.randn(8, 5, requires_grad=True), torch.randn(8, 5, requires_grad=True)
+    bam.bam_loss(z, 2, z_m).backward()
+    assert z.grad is not None and z_m.grad is None
+    assert not bam.sinkhorn(z @ z_m.T, 0.1, 3).requires_grad
 
 
 def test_padding_and_captions_without_words_change_nothing():
@@ -360,6 +370,25 @@ def test_a_jpeg_is_decoded_with_enough_pixels_for_every_crop():
 
 
 # The world --------------------------------------------------------------------------------
+
+
+def test_colours_have_the_hues_of_their_names():
+    hues = {"red": 0, "orange": 32, "yellow": 52, "green": 125, "blue": 230, "purple": 282,
+            "pink": 334}
+    for name, rgb in common.COLOURS.items():
+        hue, lightness, saturation = colorsys.rgb_to_hls(*rgb)
+        if name == "white":
+            assert min(rgb) > 0.9
+        else:
+            assert 360 * hue == pytest.approx(hues[name], abs=5) and saturation > 0.4, name
+
+
+def test_a_swap_of_attributes_that_might_be_true_is_left_out():
+    """Where red and blue circles and squares are there, each swap of two of them is, too."""
+    objects = [dict(colour=colour, shape=shape, x=9.0, y=9.0, size="small")
+               for colour in ("red", "blue") for shape in ("circle", "square")]
+    for seed in range(9):
+        assert "swap_att" not in common.World().hard_negatives(objects, random.Random(seed))
 
 
 def test_relations_need_six_pixels_and_y_points_down():
