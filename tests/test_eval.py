@@ -64,7 +64,7 @@ def test_knn_equals_a_literal_vote():
     assert evaluation.knn_accuracy(train, labels, train, labels, k=1) == 1
 
 
-def clip_benchmarks_probe(train, val, both, epochs=10, lr=0.1, batch=64):
+def clip_benchmarks_probe(train, val, both):
     """Return the weight decay that CLIP_benchmark's linear probe chooses, and its model. The code
     follows linear_probe.py of CLIP_benchmark 48de38c (find_peak, train, evaluate), but draws
     samples in the order of adamw_probe. train, val and both are pairs (features, labels)."""
@@ -72,15 +72,14 @@ def clip_benchmarks_probe(train, val, both, epochs=10, lr=0.1, batch=64):
     def fit(x, y, weight_decay):
         torch.manual_seed(common.mix_seed(0))  # first weights and order as in adamw_probe
         model = torch.nn.Linear(x.shape[1], 20)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
-        steps, step = epochs * math.ceil(len(x) / batch), 0
-        for _ in range(epochs):
-            for rows in torch.randperm(len(x)).split(batch):
-                optimizer.param_groups[0]["lr"] = 0.5 * (1 + math.cos(math.pi * step / steps)) * lr
-                optimizer.zero_grad()
-                F.cross_entropy(model(x[rows]), y[rows]).backward()
-                optimizer.step()
-                step += 1
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=weight_decay)
+        batches = [rows for _ in range(10) for rows in torch.randperm(len(x)).split(64)]
+        for step, rows in enumerate(batches):
+            cosine = math.cos(math.pi * step / len(batches))
+            optimizer.param_groups[0]["lr"] = 0.5 * (1 + cosine) * 0.1
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
         return model
 
     def find_peak(idxs):
