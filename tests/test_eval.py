@@ -1017,6 +1017,21 @@ def test_vtab_avg_is_the_relative_change_of_the_mean_accuracy():
     assert sparo.change_of_means(rows) == pytest.approx({name: -0.1 / 0.2})
 
 
+def test_a_classifier_finds_its_classes_in_the_lines_of_classes_for_folders():
+    data = evaluation.EvalSet(groups={"": (None, ["1", "2", "3"])},
+                              classes=evaluation.Classes(["c", "a", "b_b"]))
+    model = SimpleNamespace(config=SimpleNamespace(classes=["a", "b b", "c"], data="folders"))
+    options = SimpleNamespace(classes="names.txt", data="x")
+    assert evaluation.learned_classes(options, data, model) == [2, 0, 1]
+
+
+def test_a_caption_that_is_no_string_and_a_member_that_no_data_have_are_refused():
+    with pytest.raises(common.UserError, match="Captions need strings"):
+        embedder().maps(torch.zeros(3, 8, 8), None)
+    with pytest.raises(TypeError, match="pictures"):
+        evaluation.EvalSet(pictures=lambda purpose: [])
+
+
 def test_other_json_files_next_to_class_folders_are_not_sugarcrepe(tmp_path):
     write_files(tmp_path, {"red/0.png": picture(), "index.json": '[{"filename": "0.png"}]'})
     data, _ = opened(tmp_path)
