@@ -1915,23 +1915,25 @@ def video(embedder, data, options):
     """J and F of objects that are followed through a video (BAM, Table 6).
 
     J, F and their mean are reported for each T, the number of last frames that a frame gets its
-    labels from. They are means over the objects of all videos. A video of 80 frames of 854 x 480,
-    in patches of 16, takes 2 GB.
+    labels from. They are means over the objects of all videos. video/pixels/... is the same with
+    raw pixels as features. A video of 80 frames of 854 x 480, in patches of 16, takes 2 GB.
     """
     encoder = embedder.model.evaluation_encoder()
     patch = encoder.image_size // encoder.grid  # a token of a ResNet stands for a patch, too
-    encode = lambda frames: encoder(frames)[:, int(encoder.cls is not None) :]
+    features = {"": lambda frames: encoder(frames)[:, int(encoder.cls is not None) :],
+                "/pixels": lambda frames: F.unfold(encoder.pixels(frames), patch, stride=patch).mT}
     found = collections.defaultdict(list)
     for frames, truth in progress(data.videos(patch), "videos"):
         truth = truth.to(embedder.device)
         grid = [side // patch for side in next(frames()).shape[1:]]
         start = bam.first_map(truth[0], grid)                               # (C, P)
-        # one frame at a time, as 80 of them take gigabytes
-        x = embedder.encode_batches((frame[None] for frame in frames()), encode)    # (f, P, d)
-        for T, soft in bam.propagate(x.to(embedder.device), start, grid).items():
-            scores = bam.j_and_f(soft, truth, grid, patch)                  # (2, objects)
-            for part, values in (("", scores.mean(0)), ("/J", scores[0]), ("/F", scores[1])):
-                found[f"video/T{T}{part}"] += values.tolist()
+        for name, encode in features.items():
+            # one frame at a time, as 80 of them take gigabytes
+            x = embedder.encode_batches((frame[None] for frame in frames()), encode)  # (f, P, d)
+            for T, soft in bam.propagate(x.to(embedder.device), start, grid).items():
+                scores = bam.j_and_f(soft, truth, grid, patch)              # (2, objects)
+                for part, values in (("", scores.mean(0)), ("/J", scores[0]), ("/F", scores[1])):
+                    found[f"video{name}/T{T}{part}"] += values.tolist()
     return {metric: mean(values) for metric, values in found.items()}
 
 

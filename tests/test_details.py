@@ -5,6 +5,7 @@ augmentation, the world's scenes, and what evaluations leave out.
 """
 
 import colorsys
+import itertools
 import math
 import random
 from types import SimpleNamespace
@@ -286,6 +287,22 @@ def test_train_mask_equals_a_literal_loop(parts, seed):
 
 
 # Data: resume, augmentation, decoding -----------------------------------------------------
+
+
+def test_a_resumed_table_goes_on_where_it_stopped():
+    """Each part of the data resumes inside an epoch and at the begin of one."""
+    table = common.CaptionTable([(f"{i}.jpg", f"{i} {c}") for i in range(7) for c in range(3)], "t")
+    for part in (0, 1):
+        whole = [*itertools.islice(table.samples(3, part, 2), 12)]
+        assert [position for _, position in whole] == list(range(1, 13))
+        for start in (1, 5, 8):
+            assert [*itertools.islice(table.samples(3, part, 2, start), 12 - start)] == whole[start:]
+
+
+def test_16_bits_become_8_by_their_high_byte():
+    for value, expected in ((0, 0), (255, 0), (256, 1), (32_768, 128), (65_535, 255)):
+        image = common.Image.new("I;16", (2, 2), value)
+        assert common.to_rgb(image).getpixel((0, 0)) == (expected,) * 3
 
 
 def test_each_sample_and_batch_of_each_rank_has_a_seed_of_its_own(tmp_path, monkeypatch):
