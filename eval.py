@@ -998,6 +998,10 @@ def open_benchmark(options, *_):
     split = Path(directory, options.split)
     with common.explained(ValueError, f"{split}/nshards.txt", "; it is the number of tars"):
         n = int(common.read_text(split / "nshards.txt", "--data"))
+    found = len(common.matching(f"{split}/[0-9]*.tar"))
+    if found > n:  # a part of the set would be left out
+        raise UserError(f"{split}/nshards.txt holds {n}, but {found} tars are there: write "
+                        f"{found}, or remove the tars that do not belong to the set.")
     shards = common.TarShards(f"{split}/{{0..{n - 1}}}.tar")
     kind = Path(directory, "dataset_type.txt")
     kind = common.read_text(kind, "--data").strip().lower() if common.look_at(kind) else ""
@@ -1164,7 +1168,10 @@ def read_objects(files):
     objects = [i for i in truth[0].unique().tolist() if 0 < i < 255]
     numbers = [1 + objects.index(i) if i in objects else 0 for i in range(256)]
     truth = torch.stack(truth)
-    return torch.tensor(numbers, dtype=torch.uint8)[truth.int()]
+    ids = torch.tensor(numbers, dtype=torch.uint8)[truth.int()]
+    if (ids[truth % 255 > 0] == 0).any():
+        print(f"note: {path.parent} has objects that its first map lacks: they do not count")
+    return ids
 
 
 def read_frames(files, size, patch_size):
@@ -1687,6 +1694,13 @@ def linear(embedder, data, options):
 # sparc.py has the functions that compute the metrics.
 
 
+def patch_classes(embedder, data):
+    """{key of data.map_classes: embeddings (C, E) of its classes, to compare patches with}."""
+    encode = functools.partial(embedder.texts, encode=embedder.model.encode_text)
+    return {grouping: class_embeddings(encode, classes)
+            for grouping, classes in data.map_classes.items()}
+
+
 def segmentation(embedder, data, options):
     """Zero-shot segmentation: mean IoU of the classes in the true map (SPARC, D.7).
 
@@ -1694,9 +1708,7 @@ def segmentation(embedder, data, options):
     as some class, and lowers the IoU of this class in `miou`. `miou_fg` ignores background pixels.
     D.7 names no prompts; we average several for each class.
     """
-    encode = functools.partial(embedder.texts, encode=embedder.model.encode_text)
-    embeddings = {grouping: class_embeddings(encode, classes)               # (C, E)
-                  for grouping, classes in data.map_classes.items()}
+    embeddings = patch_classes(embedder, data)
     scores = collections.defaultdict(list)
     pairs = data.maps("segmentation")
     patches, maps = embedder.encode_pairs(pairs, embedder.model.encode_patches)     # (n, P, E)
@@ -2215,6 +2227,23 @@ def draw_word_maps(embedder, data):
     return lit_sheet(title, note, rows)
 
 
+def draw_segmentation(embedder, data):
+    """Which patches are predicted as each class of the true map (SPARC, Fig. 3)."""
+    classes, rows = patch_classes(embedder, data), []
+    for image, truths in itertools.islice(data.maps("segmentation"), 8):
+        patches = embedder.encode_batches([image[None]], embedder.model.encode_patches)[0]
+        maps = []
+        for grouping, truth in truths.items():
+            nearest = (patches @ classes[grouping].T).argmax(1)             # (P,)
+            for c, name in enumerate(data.map_classes[grouping].names):
+                if (truth == c + 1).any():
+                    maps.append((name, (nearest == c).float()))
+        rows.append(("", image, maps))
+    note = ("A patch is bright below the class whose text embedding is nearest. The classes are "
+            "those of the true map.")
+    return lit_sheet("Zero-shot segmentation by patches (SPARC, Fig. 3).", note, rows)
+
+
 def draw_slots(embedder, data):
     """Which words and patches single slots attend to (SPARO, Sec. 5.4).
 
@@ -2327,6 +2356,7 @@ PICTURES = {
     "slots": Row(draw_slots, IMAGES, "slots", ("classes",)),
     "words": Row(draw_words, IMAGES, "image_encoding", ("classes",)),
     "queries": Row(draw_word_maps, IMAGES, "word_maps", ("classes",)),
+    "segmentation": Row(draw_segmentation, ("maps",), "encode_patches", PROMPTS),
     "heads": Row(draw_heads, IMAGES, "head_maps"),
     "samples": Row(draw_samples, IMAGES, "encode_text", ("classes",)),
 }

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageChops
 
 import bam
 import common
@@ -935,6 +935,7 @@ def test_segmentation_is_measured_on_pascal_vocs_layout(tmp_path, capsys):
     result = evaluation.evaluate(embedder(), data, options)
     assert result == {"miou": (1 + 1 / 2) / 2, "miou_fg": 1, "segmentation/images": 2}
     assert "skipped 1 of 3" in capsys.readouterr().out
+    assert evaluation.draw_segmentation(embedder(), data).width > 600
     assert not evaluation.PICTURES["alignment"].fits(data)
     assert len(opened(tmp_path)[0].map_classes[""].names) == 20             # Pascal's classes
     (tmp_path / "classes.txt").write_text("__background__\nred\ngreen\nblue\n")
@@ -994,6 +995,16 @@ def rows_of(monkeypatch, draw, *arguments):
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "sheet", rows_alone)
         return draw(*arguments)
+
+
+def test_the_patches_of_each_true_class_are_bright(tmp_path, monkeypatch):
+    make_voc_folder(tmp_path)
+    data, _ = opened(tmp_path, classes=str(tmp_path / "classes.txt"), templates=["{}"])
+    rows = rows_of(monkeypatch, evaluation.draw_segmentation, embedder(), data)
+    assert [[label for _, label in cells] for _, cells in rows] == [
+        ["image", "red", "blue"], ["image", "green"]]
+    image, bright, *_ = [picture for picture, _ in rows[1][1]]
+    assert ImageChops.difference(image, bright).getbbox() is None
 
 
 def test_a_slot_that_agrees_gives_its_word_and_its_brightest_patch(monkeypatch):
