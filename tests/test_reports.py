@@ -113,11 +113,10 @@ def test_evaluations_with_other_options_overwrite_nothing(run_of, tmp_path):
     assert {key.partition("/")[0] for key in lines(run)[-1]} == {"settings", "alignment"}
 
 
-def test_a_task_that_fails_costs_no_figure_of_the_others(run_of, tmp_path, monkeypatch, capsys):
+def test_a_task_that_fails_costs_no_figure_of_the_others(run, monkeypatch, capsys):
     def fail(*given):
         raise common.UserError("no image")
 
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     monkeypatch.setitem(evaluation.TASKS, "negatives", evaluation.TASKS["negatives"]._replace(run=fail))
     with pytest.raises(common.UserError, match="^Task negatives: no image"):
         evaluation.main([str(run), "--task", "zeroshot,negatives,alignment"])
@@ -130,8 +129,7 @@ def test_a_task_that_fails_costs_no_figure_of_the_others(run_of, tmp_path, monke
     assert "complete" not in lines(run)[-1]
 
 
-def test_a_flag_without_effect_is_named(run_of, tmp_path, capsys):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+def test_a_flag_without_effect_is_named(run, tmp_path, capsys):
     make_folders(tmp_path / "photos")
     write_files(tmp_path, {"a.png": picture(format="PNG"), "a.json": json.dumps({"images": [
         {"filename": "a.png", "split": "val", "sentences": [{"raw": "a dog"}]}]})})
@@ -198,8 +196,7 @@ def test_prompts_do_not_depend_on_the_directory_of_the_evaluation():
     assert evaluation.learned_templates("cifar10", args) is None
 
 
-def test_the_step_of_a_run_that_is_still_training_is_named(run_of, tmp_path, capsys):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+def test_the_step_of_a_run_that_is_still_training_is_named(run, capsys):
     state = common.load_checkpoint(run / "last.pt")
     torch.save(state | {"step": 3}, run / "last.pt")
     evaluation.main([str(run), "--task", "retrieval"])
@@ -284,8 +281,7 @@ def test_the_revision_is_that_of_the_code_wherever_it_runs(tmp_path, monkeypatch
     assert common.revision.__wrapped__() is None
 
 
-def test_nan_is_written_as_null(run_of, tmp_path, monkeypatch):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+def test_nan_is_written_as_null(run, monkeypatch):
     task = evaluation.TASKS["segmentation"]._replace(run=lambda *arguments: {"miou": float("nan")})
     monkeypatch.setitem(evaluation.TASKS, "segmentation", task)
     evaluation.main([str(run), "--task", "segmentation"])
@@ -293,10 +289,7 @@ def test_nan_is_written_as_null(run_of, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [common.UserError("no sample"), KeyboardInterrupt(), MemoryError()])
-def test_a_task_that_fails_costs_no_figure_of_the_tasks_before(
-        run_of, tmp_path, monkeypatch, capsys, error):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-
+def test_a_task_that_fails_costs_no_figure_of_the_tasks_before(run, monkeypatch, capsys, error):
     def fail(*arguments):
         assert "  negatives  " in capsys.readouterr().out                     # printed already
         raise error
@@ -307,8 +300,7 @@ def test_a_task_that_fails_costs_no_figure_of_the_tasks_before(
         evaluation.main([str(run), "--task", "zeroshot,negatives,segmentation,alignment"])
 
 
-def test_an_export_writes_only_a_new_file(run_of, tmp_path):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+def test_an_export_writes_only_a_new_file(run, tmp_path):
     before = {path: path.read_bytes() for path in run.iterdir()}
     for file in (run / "last.pt", run / "config.json", "/dev/null", "", tmp_path / "a.safetensors"):
         with pytest.raises(common.UserError, match="new file of torch's .* not exist and ends in .pt"):
@@ -371,8 +363,7 @@ def test_workers_batch_and_device_are_flags_and_tf32_is_off(run_of, monkeypatch)
     assert all(backend.allow_tf32 for backend in backends)                  # as before
 
 
-def test_printed_metrics_have_their_chance_levels(run_of, tmp_path, capsys):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+def test_printed_metrics_have_their_chance_levels(run, capsys):
     evaluation.main([str(run), "--task", "zeroshot,retrieval,negatives"])
     shown = [line.split() for line in capsys.readouterr().out.splitlines() if " chance " in line]
     shown = {name: chance for name, *_, chance in shown}

@@ -1,8 +1,4 @@
-"""train.py: settings, what a run writes, signals, resuming, ranks, costs, and errors.
-
-Many tests run train.py as a process of its own, stop the process or damage a file, and check that
-no result is lost. Tests with the marker `ranks` start several processes.
-"""
+"""train.py: settings, what a run writes, signals, resuming, ranks and costs."""
 
 import contextlib
 import dataclasses
@@ -59,12 +55,9 @@ def wait_for_steps(ended, run, n):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("flags", [["--lambda-f=5"], ["--lambda-f", "5"]])
-def test_flags_override_presets_and_presets_override_defaults(flags):
-    args = train.parse_args(["--method", "sparc", "--preset", "l14", *flags])
-    assert args.lambda_f == 5.0            # flag
-    assert args.steps == 250_000           # preset
-    assert args.beta2 == 0.98              # default
+def test_flags_override_presets_and_presets_override_defaults():
+    args = train.parse_args(["--method", "sparc", "--preset", "l14", "--lambda-f=5"])
+    assert (args.lambda_f, args.steps, args.beta2) == (5.0, 250_000, 0.98)  # flag, preset, default
 
 
 @pytest.mark.parametrize("words, listed", [
@@ -166,23 +159,11 @@ def test_evaluation_during_training_changes_only_the_log(
         assert metric not in other
 
 
-def test_epochs_set_the_number_of_steps(tmp_path):
-    flags = [flag for flag in SPARC if flag not in ("--steps", "6")]
-    data = ["--data", write_table(tmp_path, 9), "--image-size", "16", "--out"]
-    flags += [*data, tmp_path / "run"]
-    train_alone([*flags, "--epochs", "3"])
-    assert [record["step"] for record in read_log(tmp_path / "run")] == [1, 2, 3, 4]  # 27 / 8 = 3.4
-    assert read_log(tmp_path / "run")[-1]["lr"] == pytest.approx(common.cosine_lr(3, 4, 50, 2e-3))
-    for more, steps in ((["--epochs", "4"], 5), (["--steps", "7"], 7), ([], 7)):
-        train_alone([*flags, "--resume", *more])
-        assert len(read_log(tmp_path / "run")) == steps
-
-
 def test_settings_are_checked_again_if_a_resume_changes_the_steps(tmp_path):
     """After one step of 16 images, 3 epochs have 8 steps of 4 images more, not 12 steps in all."""
     write_files(tmp_path, {f"data/a/{i}.png": picture() for i in range(16)})
-    flags = [flag for flag in SMALL["bam"] if flag not in ("--steps", "4")]
-    flags += ["--data", tmp_path / "data", "--image-size", 16, "--out", tmp_path / "run"]
+    flags = [*SMALL["bam"], "--data", tmp_path / "data", "--image-size", 16, "--out"]
+    flags += [tmp_path / "run"]
     train_alone([*flags, "--batch", 16, "--epochs", 1])
     more = ["--resume", "--batch", 4, "--epochs", 3, "--contrastive-crop", "--crop-start", 10]
     with pytest.raises(UserError, match="--crop-start 10 must be below --steps 9"):
@@ -191,29 +172,29 @@ def test_settings_are_checked_again_if_a_resume_changes_the_steps(tmp_path):
 
 @pytest.fixture(scope="session")
 def three_epochs(tmp_path_factory, short_runs):
-    """The flags and the directory of a run of three epochs of 16 images, with 6 steps of 8."""
+    """The flags and the directory of a run of three epochs of 15 images, with 6 steps of 8."""
     place = tmp_path_factory.mktemp("epochs")
-    flags = [flag for flag in SPARC if flag not in ("--steps", "6")]
-    flags += ["--data", write_table(place, 16), "--image-size", "16"]
+    flags = [*SPARC, "--data", write_table(place, 15), "--image-size", "16"]
     train_alone([*flags, "--epochs", "3", "--out", place / "run"])
+    assert read_log(place / "run")[-1]["lr"] == pytest.approx(common.cosine_lr(5, 6, 50, 2e-3))
     return flags, place / "run"
 
 
 @pytest.mark.parametrize("batch, epochs, steps", [
-    (16, 4, 6 + 1), (4, 4, 6 + 4), (4, 3, 6), (8, 5, 6 + 4), (16, 2, None)])
+    (16, 4, 6 + 1), (4, 4, 6 + 3), (4, 3, 6), (8, 5, 6 + 4), (16, 2, None)])
 def test_epochs_count_the_images_of_all_batch_sizes(tmp_path, three_epochs, batch, epochs, steps):
-    """After three epochs of 16 images the batch changes."""
+    """After three epochs of 15 images the batch changes. --steps then replaces --epochs."""
     flags, run = three_epochs
-    flags = [*flags, "--out", shutil.copytree(run, tmp_path / "run")]
-    more = ["--resume", "--batch", batch, "--epochs", epochs]
+    flags = [*flags, "--out", shutil.copytree(run, tmp_path / "run"), "--resume"]
     if steps is None:
         with pytest.raises(UserError, match="made 6 steps, .* past the end: .* --epochs"):
-            train_alone([*flags, *more])
+            train_alone([*flags, "--batch", batch, "--epochs", epochs])
         return
-    train_alone([*flags, *more])
-    assert read_log(tmp_path / "run")[-1]["step"] == steps
-    train_alone([*flags, "--resume", "--batch", 8, "--epochs", epochs + 1])
-    assert read_log(tmp_path / "run")[-1]["step"] == steps + 2
+    for more, expected in ((["--batch", batch, "--epochs", epochs], steps),
+                           (["--batch", 8, "--epochs", epochs + 1], steps + 2),
+                           (["--steps", steps + 3], steps + 3)):
+        train_alone([*flags, *more])
+        assert read_log(tmp_path / "run")[-1]["step"] == expected
 
 
 @pytest.mark.parametrize("amp", ["bf16", "off"])
@@ -288,13 +269,12 @@ def test_bam_on_one_folder_notes_at_once_what_an_evaluation_needs(tmp_path, caps
     train.main([*SMALL["bam"], *data])
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("note: No evaluation: ") and "--eval-data" in first
-    assert "valuation" not in str(lines) and (tmp_path / "run/curves.png").exists()
+    assert "Evaluation" not in str(lines) and (tmp_path / "run/curves.png").exists()
     assert [line[:14] for line in lines if " loss " in line] == ["bam: step 1/4 ", "bam: step 4/4 "]
-    assert lines[-1] == f"python eval.py {tmp_path}/run --data TEST --train-data TRAIN"
 
 
 @pytest.mark.parametrize("name, flags, early", [
-    ("sparc", "", False), ("bam", "", True), ("bam", "--bench 2", False),
+    ("sparc", "", False), ("bam", "", True),
     ("sparc", "--eval-every 5", True), ("sparc", "--eval-data x.csv", True)])
 def test_only_an_evaluation_that_is_asked_for_opens_its_data_early(name, flags, early):
     args = train.parse_args([*SMALL[name], *flags.split()])
@@ -358,33 +338,22 @@ def test_the_first_signal_saves_and_a_second_ctrl_c_ends_at_once(tmp_path, monke
         assert common.load_checkpoint(tmp_path / "last.pt")["step"] == 2
 
 
-def test_a_worker_that_the_kernel_kills_gives_an_error_of_one_sentence(tmp_path, monkeypatch):
-    kill = lambda self, samples: os.kill(os.getpid(), signal.SIGKILL)
-    monkeypatch.setattr(train, "LOOK", 0.2)
-    monkeypatch.setattr(common.WorldStream, "collate", kill)
-    message = ("^A data loading worker was killed.* --workers or --batch, .*shm.* "
-               f"`--resume auto --out {tmp_path}` continues")
-    with pytest.raises(UserError, match=message):
-        train.main([*SPARC, "--workers", "1", "--out", str(tmp_path)])
+def fail():
+    raise RuntimeError("the mistake of a user's own code")
 
 
-def message_of(kind, flags):
-    """Return the message of the error that ends a training. Its workers end, too."""
-    try:
-        train.main(flags)
-    except kind as error:
-        error.__traceback__ = error.__context__ = None  # they would keep the workers alive
-        return str(error)
-    pytest.fail(f"no {kind.__name__}")
-
-
-def test_a_worker_that_sends_nothing_gives_an_error_of_one_sentence(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error, patience, act, message", [
+    (UserError, 1800, lambda: os.kill(os.getpid(), signal.SIGKILL), "^A .* worker was killed.*shm"),
+    (UserError, 0.4, lambda: time.sleep(0.8), "sent no batch for .*--shm-size.*`--resume auto"),
+    (RuntimeError, 1800, fail, "in DataLoader worker(.|\\n)*of a user's own code")])
+def test_a_worker_that_fails_gives_an_error(tmp_path, monkeypatch, error, patience, act, message):
     """If /dev/shm is full, torch's thread that sends a batch dies, but the worker lives on."""
-    monkeypatch.setattr(train, "PATIENCE", 0.4)
+    monkeypatch.setattr(train, "PATIENCE", patience)
     monkeypatch.setattr(train, "LOOK", 0.2)
-    monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples: time.sleep(0.8))
-    message = message_of(UserError, [*SPARC, "--workers", "1", "--out", str(tmp_path)])
-    assert re.search("sent no batch for .*/dev/shm is full: .*--shm-size", message)
+    monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples: act())
+    with pytest.raises(error, match=message) as found:
+        train.main([*SPARC, "--workers", "1", "--out", str(tmp_path)])
+    found.value.__traceback__ = found.value.__context__ = None  # they would keep the workers alive
 
 
 @pytest.mark.parametrize("length, workers, refused", [(71, 1, True), (71, 0, False),
@@ -483,7 +452,7 @@ def test_a_run_shows_and_keeps_the_number_of_its_workers(tmp_path, monkeypatch, 
     monkeypatch.setattr(train, "MOST_WORKERS", 1)
     flags = [*SPARC, "--data", write_table(tmp_path, 16), "--image-size", 16, "--out"]
     train_alone([*flags, tmp_path / "run", "--steps", 1])
-    assert " 1 process, 1 thread and --workers 1 each\n" in capsys.readouterr().out
+    assert "ranks: 1; of each rank: threads: 1, --workers 1\n" in capsys.readouterr().out
     monkeypatch.setattr(train, "MOST_WORKERS", 0)
     for more in ([], ["--workers", 0]):
         train_alone([*flags, tmp_path / "run", "--steps", 2, "--resume", *more])
@@ -498,15 +467,6 @@ def test_a_slow_worker_is_awaited(tmp_path, monkeypatch, run_of):
                         time.sleep(0.4 * (next(calls) == 1)) or collate(self, samples))
     train_alone([*SPARC, "--workers", 1, "--out", tmp_path])
     assert_same_weights(tmp_path, run_of("sparc"))
-
-
-def test_an_error_in_a_worker_keeps_its_message(tmp_path, monkeypatch):
-    def fail(self, samples):
-        raise RuntimeError("the mistake of a user's own code")
-
-    monkeypatch.setattr(common.WorldStream, "collate", fail)
-    message = message_of(RuntimeError, [*SPARC, "--workers", "1", "--out", str(tmp_path)])
-    assert "in DataLoader worker" in message and "of a user's own code" in message
 
 
 def test_the_wrapper_of_a_stage_is_freed_before_the_next_stage(tmp_path, monkeypatch):
@@ -573,45 +533,6 @@ def launch(entry, *arguments, restarts=0, nodes=1, ranks=1, **settings):
     elastic_launch(config, entry)(*arguments)
 
 
-def node_of_two(is_host, address, endpoint, evaluated):
-    """Start one rank as torchrun on one of two nodes, which leaves soon after its rank."""
-    init = elastic.LocalElasticAgent.__init__
-    elastic.LocalElasticAgent.__init__ = lambda self, *args, **settings: init(
-        self, *args, **settings | {"exit_barrier_timeout": 0.2})
-    launch(wait_for_rank_0, evaluated, nodes=2, rdzv_endpoint=endpoint, local_addr=address,
-           rdzv_configs={"is_host": is_host})
-
-
-def wait_for_rank_0(evaluated):
-    common.init_distributed()
-    if dist.get_rank() == 0:
-        time.sleep(2)    # stands for the pictures; torchrun misses a node after 1.3 s at most
-        evaluated.touch()
-    common.wait_for_rank_0()
-    dist.destroy_process_group()
-
-
-@pytest.mark.ranks
-def test_an_evaluation_may_last_longer_than_torchruns_patience(tmp_path, monkeypatch):
-    """The second of two nodes hosts the rendezvous, and its rank ends before rank 0's evaluation.
-
-    The node leaves 0.2 seconds after its rank (300 by default). Rank 0, on the other node, would
-    then fail. Its rank therefore waits for rank 0.
-    """
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with socket.socket() as free:
-        free.bind(("127.0.0.2", 0))
-        endpoint = f"127.0.0.2:{free.getsockname()[1]}"
-    fork = multiprocessing.get_context("fork")
-    nodes = [fork.Process(target=node_of_two, args=(is_host, address, endpoint, tmp_path / "end"))
-             for is_host, address in (("0", "127.0.0.1"), ("1", "127.0.0.2"))]
-    for node in nodes:
-        node.start()
-    for node in nodes:
-        node.join(120)
-    assert [node.exitcode for node in nodes] == [0, 0] and (tmp_path / "end").exists()
-
-
 def test_strange_file_names_do_not_end_a_run(tmp_path):
     write_files(tmp_path, {f"data/{folder}/0.png": picture() for folder in "ab"})
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/data/a/\xff.jpg")).write_bytes(b"no image")
@@ -656,8 +577,7 @@ def test_resume_notices_changed_words_and_changed_data_of_equal_size(tmp_path, c
         evaluation.load_run(run)
 
 
-def test_a_resumed_run_names_its_own_command_and_directory(tmp_path, run_of, monkeypatch):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+def test_a_resumed_run_names_its_own_command_and_directory(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", "--resume", "--out", "run"])
     train_alone(["--resume", "--out", "run"])
@@ -666,9 +586,7 @@ def test_a_resumed_run_names_its_own_command_and_directory(tmp_path, run_of, mon
     assert config["steps"] == 6
 
 
-def test_a_resume_that_dies_as_it_writes_config_json_loses_nothing(tmp_path, monkeypatch, run_of):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-
+def test_a_resume_that_dies_as_it_writes_config_json_loses_nothing(run, monkeypatch, run_of):
     def die(*arguments):
         raise KeyboardInterrupt
 
@@ -680,8 +598,7 @@ def test_a_resume_that_dies_as_it_writes_config_json_loses_nothing(tmp_path, mon
     assert not list(run.glob("*.tmp"))
 
 
-def test_resume_drops_an_incomplete_line_of_the_log_and_names_a_damaged_one(tmp_path, run_of):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+def test_resume_drops_an_incomplete_line_of_the_log_and_names_a_damaged_one(run):
     lines = (run / "log.jsonl").read_text().splitlines(keepends=True)
     (run / "log.jsonl").write_text("".join([*lines, '{"step": 7}\n', '{"st']))
     train_alone(["--resume", "--out", run])
@@ -708,33 +625,14 @@ def stopped_in_stage(tmp_path_factory, short_runs):
     (6, "--steps 12", "in another stage"),                       # of 3, 3, 6: step 6 ends stage 2
     (6, "--steps 5", "past the end: leave out flags such as --steps,"),
     (2, "--stages single", "in another stage"), (6, "--steps 9", None)])
-def test_resume_never_goes_back_a_stage(tmp_path, capsys, stopped_in_stage, stopped, flags,
-                                        message):
+def test_resume_never_goes_back_a_stage(tmp_path, stopped_in_stage, stopped, flags, message):
     run = shutil.copytree(stopped_in_stage[stopped], tmp_path / "run")
-    resume = ["--resume", *flags.split(), "--out", run]
-    if message is None:
-        train_alone(resume)
-        assert "stair, stage 3:" in capsys.readouterr().out
-        return
-    with pytest.raises(UserError, match=f"has made {stopped} steps, the last in stage .*{message}"):
-        train_alone(resume)
+    message = f"has made {stopped} steps, the last in stage .*{message}" if message else None
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        train_alone(["--resume", *flags.split(), "--out", run])
 
 
-def test_a_run_locks_its_directory_before_it_reads_anything(tmp_path, monkeypatch):
-    out = tmp_path / "run"
-
-    def start_another(args, claimed, device):
-        start_program(tmp_path / "printed", "train.py", [*SPARC, "--out", out]).join()
-        assert claimed == out
-        assert "is in use by another run" in (tmp_path / "printed").read_text()
-
-    monkeypatch.setattr(train, "train", start_another)
-    train.main([*SPARC, "--out", str(out)])
-    assert not out.exists()                                  # nothing was written
-
-
-def test_a_second_run_in_a_directory_is_refused(tmp_path, run_of):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+def test_a_second_run_in_a_directory_is_refused(run, tmp_path):
     flags, printed = ["--resume", "--out", run], tmp_path / "printed"
     with train.lock_run(run):
         process = start_program(printed, "train.py", flags)
@@ -762,14 +660,6 @@ def test_workers_do_not_hold_the_lock_of_a_killed_run(tmp_path):
     process.kill()
     process.join()
     train.lock_run(tmp_path).close()
-
-
-def test_a_finished_run_without_weights_is_not_overwritten(run_of, tmp_path):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-    for path in run.glob("*.pt"):
-        path.unlink()
-    with pytest.raises(UserError, match="already has a eval.json"):
-        train.main([*SPARC, "--out", str(run)])
 
 
 def test_a_run_without_out_gets_a_new_directory(tmp_path, monkeypatch):
@@ -850,18 +740,15 @@ def test_ranks_ask_each_other_by_time_and_rarely(monkeypatch, step, due):
     """Ranks ask each other about every 2 seconds, but at the latest after 10 steps."""
     now, asked = [0.0], []
     monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(train.dist, "all_reduce", lambda *arguments: None)
+    monkeypatch.setattr(train.dist, "all_reduce", lambda *arguments: asked.append(number))
     monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
     stop = train.Stop()
     for number in range(1, 22):
         now[0] += step
-        if stop.is_due():
-            asked.append(number)
-            assert stop.agreed("cpu") == 0
+        assert stop.agreed("cpu", False) == 0
     assert asked == (list(map(int, due.split())) if due else list(range(1, 22)))
     stop.note(signal.SIGHUP, None)
-    stop.is_due()
-    assert stop.agreed("cpu") == signal.SIGHUP
+    assert stop.agreed("cpu", True) == signal.SIGHUP
 
 
 @pytest.mark.parametrize("name", ["USR1", "USR2", "XCPU", "HUP"])
@@ -877,15 +764,6 @@ def test_a_signal_of_a_cluster_saves_the_run_unless_it_is_ignored(tmp_path, monk
     signal.signal(number, old)
     assert ended == (None if ignored else number)
     assert common.load_checkpoint(tmp_path / "last.pt")["step"] == (3 if ignored else 1)
-
-
-def test_characters_that_a_terminal_lacks_are_escaped(monkeypatch):
-    terminal = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, "ascii"))
-    monkeypatch.setattr(sys, "stderr", None)  # closed
-    common.prepare_output()
-    print("\u00e9")
-    assert terminal.getvalue() == b"\\xe9\n"
 
 
 def test_a_signal_ends_the_search_for_boxes_and_the_resumed_run_repeats_it(tmp_path, monkeypatch):
@@ -926,19 +804,6 @@ def test_a_batch_that_ranks_cannot_divide_is_refused(monkeypatch):
     monkeypatch.setattr(train, "this_rank", lambda: (0, 2))
     with pytest.raises(UserError, match="--batch 7 must be a multiple of the 2 ranks"):
         train.main([*SPARC, "--batch", "7"])
-
-
-@pytest.mark.parametrize("own, other, message", [
-    ({"--lr": 0.1}, {"--lr": 0.2}, "Rank 2 has --lr 0.2, rank 0 has 0.1: start all ranks with"),
-    ({"--resume": 0}, {"--resume": True, "--data-path": "x"}, "--resume True, rank 0 has 0:"),
-    ({"data": "9 images, 1"}, {"data": "8 images, 2"}, "data 8 images, 2, .* flags, files and --out"),
-    ({"--lr": math.inf, "step": 0}, {"--lr": math.inf, "step": 0}, None)])
-def test_ranks_that_differ_are_refused(monkeypatch, own, other, message):
-    monkeypatch.setattr(common, "gather_objects", lambda facts: [facts, facts, other])
-    if message is None:
-        return common.check_ranks(own)
-    with pytest.raises(UserError, match=message):
-        common.check_ranks(own)
 
 
 def test_a_rank_with_another_flag_is_refused_before_the_run_begins(tmp_path, monkeypatch):
@@ -1071,29 +936,22 @@ def test_a_resumed_optimizer_has_the_settings_of_the_command_line(name):
             torch.testing.assert_close(resumed.state[p][key], value, rtol=0, atol=0)
 
 
-def run_as_program(monkeypatch):
-    """Run train.py as `python train.py` does."""
-    monkeypatch.setattr("multiprocessing.active_children", list)  # spares run_ranks' processes
-    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-
-
-@pytest.mark.parametrize("flags", [["--preset", "none"], ["--none"]])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_other_ranks_wait_for_torchrun_while_rank_0_prints_an_error(monkeypatch, flags, rank):
+def test_other_ranks_wait_for_torchrun_while_rank_0_prints_an_error(monkeypatch, rank):
     def ended(seconds):
         raise TimeoutError
 
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     monkeypatch.setattr(time, "sleep", ended)
-    monkeypatch.setattr(sys, "argv", ["train.py", *SPARC, *flags])
+    monkeypatch.setattr("multiprocessing.active_children", list)  # spares run_ranks' processes
+    monkeypatch.setattr(sys, "argv", ["train.py", *SPARC, "--preset", "none"])
     with pytest.raises(TimeoutError if rank else SystemExit):
-        run_as_program(monkeypatch)
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"),
                                    RuntimeError("[enforce fail at inline_container.cc:671]")])
-def test_a_full_disk_does_not_damage_the_old_checkpoint(tmp_path, monkeypatch, run_of, error):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+def test_a_full_disk_does_not_damage_the_old_checkpoint(run, monkeypatch, error):
     before = (run / "last.pt").read_bytes()
 
     def save(state, file):
@@ -1271,39 +1129,20 @@ def test_a_gpu_without_bf16_gets_fp16_and_a_note(monkeypatch, capsys, amp, suppo
     assert capsys.readouterr().out.count("note: this GPU") == noted
 
 
-def test_errors_end_in_one_sentence_without_a_traceback(tmp_path, monkeypatch):
-    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n")
-    flags = ["--vocab", str(tmp_path / "vocab.txt"), "--out", str(tmp_path / "run")]
-    monkeypatch.setattr(sys, "argv", ["train.py", *SPARC, *flags])
-    with pytest.raises(SystemExit, match=r"^error: .*lacks \[CLS\] \[SEP\].*$"):
-        run_as_program(monkeypatch)
-
-
-def last_json(capsys):
-    """Return the JSON object in the last line that was printed."""
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
 @pytest.mark.parametrize("name", SMALL)
 def test_a_dry_run_ends_with_json(tmp_path, capsys, name):
-    """A dry run, or a benchmark, needs no vocabulary file for the paper's number of tokens.
-
-    A dry run reads no weights.
-    """
+    """It needs no vocabulary file for the paper's number of tokens, and reads no weights."""
     has_text = name not in ("dino", "bam", "classifier")
     words = ["--text-encoder", "tiny:vocab_size=9000"] if has_text else []
-    words += ["--init-weights", "gone.pt"]
-    train.main([*SMALL[name], *words, "--dry-run"])
+    train.main([*SMALL[name], *words, "--init-weights", "gone.pt", "--dry-run"])
     *lines, last = capsys.readouterr().out.splitlines()
     record = json.loads(last)
     assert lines[0] == f"parameters: {record['params'] / 1e6:.1f} M"
     assert f"sample: {record['flops_per_sample'] / 1e9:.4g} GFLOPs" in lines[1]
-    assert lines[5] == f"loss of a random guess: {record['chance_loss']:.4g}"
+    assert f"about {record['memory_bytes'] / 2**30:,.1f} GiB" in lines[3]
     assert record["memory_bytes"] > 4 * record["gradient_bytes"] and record["cores"] > 0
     assert record.get("vocab_size") == (9000 if has_text else None)
-    assert record["params"] > 1000 and record["flops_per_sample"] > 1000
-    assert record["chance_loss"] > 1
-    assert not list(tmp_path.iterdir())
+    assert min(record["params"], record["flops_per_sample"]) > 1000 < 1000 * record["chance_loss"]
 
 
 def test_what_a_forward_pass_keeps_for_the_backward_pass():
@@ -1325,36 +1164,24 @@ def test_a_dry_run_of_a_papers_preset_needs_no_data():
     assert isinstance(data, common.World) and args.image_size == data.size == 224
 
 
-@pytest.mark.parametrize("flags, ranks", [
-    (SMALL["bam"], 1), ([*SPARC, "--objective", "filip"], 1), ([*SPARC, "--objective", "filip"], 3),
-    ([*SPARC, "--objective", "gloria"], 1)])
-def test_a_dry_run_counts_the_pairs_of_the_whole_batch(capsys, flags, ranks):
-    """SPARC, Table 11: FLOPs of FILIP and GLoRIA grow with the batch.
-
-    A rank of FILIP chooses tokens among its own pairs alone. Of BAM each rank computes the same
-    effective rank, which is here a part in 1,000.
-    """
-    flags = [*flags, "--batch", "24", "--dry-run", str(ranks)]
-    train.main(flags)
-    record, args = last_json(capsys), train.parse_args(flags)
-    method = train.METHODS[args.method]
-    args.image_size, tokenizer = 16, None
-    if method.uses_text(args):
-        tokenizer = range(record["vocab_size"])
-    model = train.new_model(args, method, tokenizer).eval()
+@pytest.mark.parametrize("flags", [SMALL["bam"], [*SPARC, "--objective", "filip"],
+                                   [*SPARC, "--objective", "gloria"]])
+def test_a_dry_run_counts_the_pairs_of_the_whole_batch(capsys, flags):
+    """SPARC, Table 11: FLOPs of FILIP and GLoRIA grow with the batch."""
+    train.main([*flags, "--batch", "24", "--dry-run"])
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    args = train.parse_args([*flags, "--batch", "24"])
+    method, args.image_size = train.METHODS[args.method], 16
+    model = train.new_model(args, method, range(record.get("vocab_size", 0))).eval()
+    batch = train.made_up_batch(args, method, model, 24)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        batch = train.made_up_batch(args, method, model, 24 // ranks)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sparc.dist, "get_rank", lambda: 0)
-            model(batch, lambda x: torch.cat([x] * ranks))
-    expected = counter.get_total_flops() / (24 // ranks)
+        model(batch, lambda x: x)
+    expected = counter.get_total_flops() / 24
     assert record["flops_per_sample_in_batch"] == pytest.approx(expected, rel=1e-3)
     assert record["flops_per_sample_in_batch"] > record["flops_per_sample"]
-    args = train.parse_args(flags)
     seconds = 3 * expected * args.batch * args.steps / 200e12
     assert record["h100_hours"] == pytest.approx(seconds / 3600, abs=0.01)
     assert record["gradient_bytes"] == 4 * record["params"]
-    assert record["multiply_adds_per_sample"] == record["flops_per_sample"] // 2
 
 
 @pytest.mark.parametrize("flags", [
@@ -1391,21 +1218,6 @@ def test_flops_of_clip_and_sparc_agree_with_table_11(monkeypatch):
     assert flops["sparc"] / flops["clip"] == pytest.approx(of_sparc / of_clip, abs=0.001)
 
 
-def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys, monkeypatch):
-    rates, counts = train.Clock.rates, []
-    monkeypatch.setattr(train.Clock, "rates", lambda clock, size: (
-        counts.append(len(clock.waits)) or rates(clock, size)))
-    words = ["--text-encoder", "tiny:vocab_size=9000"]
-    train.main([*SPARC, *words, "--bench", "2", "--out", str(tmp_path / "run")])
-    words, line = capsys.readouterr().out.splitlines()
-    record = json.loads(line)
-    assert record["images_per_s"] > 0 and record["peak_memory_bytes"] > 1e6
-    assert 0 < record["data_share"] < 1
-    assert words.startswith(f"{record['images_per_s']:.1f} images per second; ")
-    assert words.endswith(f"peak memory {record['peak_memory_bytes'] / 2**30:.2f} GiB")
-    assert not (tmp_path / "run").exists() and counts == [2]  # without the steps of the warm-up
-
-
 def share_mirrored(transform):
     """The share of images that a transform mirrors. Each image is red on its left."""
     if isinstance(transform, common.Views):                  # `distort` mirrors the rows 0
@@ -1437,8 +1249,7 @@ def test_images_with_captions_are_not_mirrored_and_others_half_of_the_time(name,
         assert args.flip == flip and found == pytest.approx(flip, abs=0.15 * (0 < flip < 1))
 
 
-def test_a_resumed_run_without_a_flip_mirrors_half_of_its_images(tmp_path, run_of):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+def test_a_resumed_run_without_a_flip_mirrors_half_of_its_images(run):
     for flip in (0.0, 0.5):
         assert train.parse_args(["--resume", "--out", str(run)]).flip == flip
         config = common.read_config(run)
@@ -1486,11 +1297,12 @@ def test_a_warning_says_that_a_network_collapses_or_too_few_or_too_many_words_ar
 
 
 def test_a_warning_says_that_many_samples_are_skipped():
-    args = SimpleNamespace(batch=8)
+    args, scaler = SimpleNamespace(batch=8), SimpleNamespace(get_scale=lambda: 1.0)
+    model = SimpleNamespace(warn=lambda record: None)
     record = {"step": 5, "skipped": {"no .txt": 3, "no image": 1}}
-    assert train.lost_samples(args, None, record) is None                  # 4 of 44
+    assert train.warning(args, None, model, scaler, record) is None        # 4 of 44
     record["skipped"]["no .txt"] = 5
-    assert "this reason: no .txt (" in train.lost_samples(args, None, record)
+    assert "this reason: no .txt (" in train.warning(args, None, model, scaler, record)
 
 
 class Device:
@@ -1608,22 +1420,17 @@ def test_the_first_batch_shows_views_labels_and_boxes(tmp_path):
 
 
 def test_the_first_batch_is_drawn_by_dry_run(tmp_path):
-    """The handlers of signals are those of the program again."""
-    before = [signal.getsignal(number) for number in train.SIGNALS]
     train_alone([*SMALL["sparc"], "--dry-run", "--out", tmp_path / "look"])
-    assert [signal.getsignal(number) for number in train.SIGNALS] == before
     assert [path.name for path in (tmp_path / "look").iterdir()] == ["first-batch.png"]
 
 
-def test_a_vocabulary_without_the_words_of_the_captions_is_refused(capsys):
-    table = common.CaptionTable([(f"{i}.jpg", "a") for i in range(400)], "x")
+@pytest.mark.parametrize("every, refused", [(3, True), (2, False)])
+def test_a_vocabulary_without_the_words_of_the_captions_is_refused(every, refused):
+    table = common.CaptionTable([(f"{i}.jpg", "ab"[i % every == 0]) for i in range(40)], "x")
     args, tokenizer = train.parse_args(SPARC), common.WordPiece([*common.SPECIAL_TOKENS, "b"])
-    with pytest.raises(UserError, match="100% of the captions' tokens are .UNK."):
+    words = pytest.raises(UserError, match="^65% of the captions' tokens are .UNK.")
+    with words if refused else contextlib.nullcontext():
         train.check_vocabulary(args, table, tokenizer)
-    rows = [(f"{i}.jpg", "ba"[i % 5 == 0]) for i in range(40)]
-    train.check_vocabulary(args, common.CaptionTable(rows, "x"), tokenizer)
-    assert "20% of the tokens of captions and prompts are [UNK]" in capsys.readouterr().out
-
 
 
 def test_a_run_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
