@@ -58,17 +58,14 @@ def test_flags_override_presets_and_presets_override_defaults():
     assert (args.lambda_f, args.steps, args.beta2) == (5.0, 250_000, 0.98)  # flag, preset, default
 
 
-@pytest.mark.parametrize("words, listed", [
-    ("", ["--preset NAME of --method bam:", "\n  tiny-stem\n"]),
-    ("--method sparo --preset cc3m-b32", [
-        "\n  l400m-b32\n", "(default: clip-b32)", "\n  tiny-patch\n", "\n  12x512\n",
-        "\n  FILE.token of Flickr\n"])])
-def test_help_lists_names_and_the_defaults_of_the_preset(capsys, words, listed):
-    with pytest.raises(SystemExit):
-        train.main([*words.split(), "--help"])
+def test_help_lists_names_and_the_defaults_of_the_preset(capsys):
+    for words in ([], ["--method", "sparo", "--preset", "cc3m-b32"]):
+        with pytest.raises(SystemExit):
+            train.main([*words, "--help"])
     out = capsys.readouterr().out
-    assert [line for line in listed if line not in out] == []
-    assert ("--preset NAME of --method sparc:" in out) == (not words) == ("(default" not in out)
+    for line in ("--preset NAME of --method bam:", "\n  l400m-b32\n", "(default: clip-b32)",
+                 "\n  tiny-patch\n", "\n  12x512\n", "\n  FILE.token of Flickr\n", "> 0"):
+        assert line in out
 
 
 def test_a_value_of_a_preset_is_never_refused(monkeypatch):
@@ -315,8 +312,8 @@ def test_an_error_ends_the_program_and_its_workers(tmp_path):
 
 
 @pytest.mark.parametrize("sent, step", [
-    *[(names, 2) for names in ("INT", "TERM", "TERM TERM", "INT TERM", "USR1", "USR2", "XCPU", "HUP")],
-    ("TERM INT", None), ("IGN HUP", 6)])
+    ("INT", 2), ("TERM", 2), ("TERM TERM", 2), ("INT TERM", 2), ("USR1", 2), ("USR2", 2),
+    ("XCPU", 2), ("HUP", 2), ("TERM INT", None), ("IGN HUP", 6)])
 def test_the_first_signal_saves_and_a_second_ctrl_c_ends_at_once(tmp_path, monkeypatch, sent, step):
     """IGN: the signal is ignored, as SIGHUP under nohup."""
     clip, steps, names = train.clip_grad_norm_, itertools.count(1), sent.split()
@@ -417,8 +414,9 @@ def test_the_file_of_a_waiting_worker_and_the_free_shared_memory_are_named(
     write_files(tmp_path, {"00012.tar": "", "mine": ""})
     with open(tmp_path / "mine"):  # the worker has it open, too
         assert list(train.read_in_workers(Slow(tmp_path / "00012.tar"), 1)) == [1]
-    assert re.search(rf"worker 0 \(process \d+\), which has {tmp_path}/00012.tar open; /dev/shm has "
-                     "6 of 64 MB free: .* lower --workers or --batch", capsys.readouterr().out)
+    words = (rf"worker 0 \(process \d+\), which has {tmp_path}/00012.tar open; /dev/shm has 6 of 64 "
+             "MB free: .* lower --workers or --batch")
+    assert re.search(words, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("data, batch, cores, ranks, local, expected", [
@@ -453,15 +451,6 @@ def test_a_run_shows_and_keeps_the_number_of_its_workers(tmp_path, monkeypatch, 
         train_alone([*flags, tmp_path / "run", "--steps", 2, "--resume", *more])
         assert common.read_config(tmp_path / "run")["workers"] == 1 - len(more) / 2
         assert ("or of workers changed" in capsys.readouterr().out) == (more != [])
-
-
-def test_a_slow_worker_is_awaited(tmp_path, monkeypatch, run_of):
-    monkeypatch.setattr(train, "LOOK", 0.1)
-    collate, calls = common.WorldStream.collate, itertools.count()
-    monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples:
-                        time.sleep(0.4 * (next(calls) == 1)) or collate(self, samples))
-    train_alone([*SPARC, "--workers", 1, "--out", tmp_path])
-    assert_same_weights(tmp_path, run_of("sparc"))
 
 
 def test_the_wrapper_of_a_stage_is_freed_before_the_next_stage(tmp_path, monkeypatch):
@@ -517,37 +506,32 @@ def test_ranks_wait_for_rank_0s_pictures_and_reset_their_clocks(tmp_path):
     assert kept == kept_by_other == 2
 
 
-def test_strange_file_names_do_not_end_a_run(tmp_path):
-    write_files(tmp_path, {f"data/{folder}/0.png": picture() for folder in "ab"})
-    Path(os.fsdecode(os.fsencode(tmp_path) + b"/data/a/\xff.jpg")).write_bytes(b"no image")
-    data = ["--data", str(tmp_path / "data"), "--image-size", "16", "--batch", "2",
-            "--out", str(tmp_path / "run")]
-    for command, last in (["train.py", *SPARC, *data], "eval.json"), (["eval.py", data[-1]], ""):
-        process = start_program(tmp_path / "printed", command[0], command[1:])
-        process.join()
-        assert process.exitcode == 0 and (tmp_path / "run" / last).exists()
+def test_characters_that_a_terminal_lacks_are_escaped(monkeypatch):
+    """Names of files may have any characters."""
+    terminal = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, "ascii"))
+    monkeypatch.setattr(sys, "stderr", None)  # closed
+    common.prepare_output()
+    print("\u00e9\udcff")
+    assert terminal.getvalue() == b"\\xe9\\udcff\n"
 
 
 def test_resume_notices_changed_words_and_changed_data_of_equal_size(tmp_path, capsys):
     rows = Path(write_table(tmp_path, 9)).read_text().splitlines()
-    tables = {"moved/a.csv": [*rows], "b.csv": [rows[0], *rows[:0:-1]]}
-    write_files(tmp_path, {name: "\n".join(lines) for name, lines in tables.items()})
-    for i in range(9):
-        shutil.copy(tmp_path / f"{i}.jpg", tmp_path / "moved")
+    write_files(tmp_path, {"b.csv": "\n".join([rows[0], *rows[:0:-1]])})
     run, notice = tmp_path / "run", "note: the data, --seed, the number of ranks or of workers"
     flags = [*SPARC, "--image-size", "16", "--out", run, "--data"]
     train_alone([*flags, tmp_path / "table.csv", "--steps", "1"])
-    for steps, (name, expected) in enumerate((("moved/a.csv", 0), ("b.csv", 1)), 2):
+    for steps, (name, expected) in enumerate((("table.csv", 0), ("b.csv", 1)), 2):
         capsys.readouterr()
         train_alone([*flags, tmp_path / name, "--steps", steps, "--resume"])
         assert capsys.readouterr().out.count(notice) == expected
     words = (run / "vocab.txt").read_text().split("\n")
     words[-3:-1] = words[-2], words[-3]
     (run / "vocab.txt").write_text("\n".join(words))
-    with pytest.raises(UserError, match="vocab.txt has other words than"):
-        train_alone([*flags, tmp_path / "b.csv", "--resume"])
-    with pytest.raises(UserError, match="vocab.txt has other words than"):
-        evaluation.load_run(run)
+    for command in (lambda run: train_alone(["--resume", "--out", run]), evaluation.load_run):
+        with pytest.raises(UserError, match="vocab.txt has other words than"):
+            command(run)
 
 
 def test_a_resumed_run_names_its_own_command_and_directory(run, tmp_path, monkeypatch):
@@ -876,32 +860,21 @@ def with_milestones(tmp_path_factory, short_runs):
 
 @pytest.mark.parametrize("name, file, step", [
     ("sparc", "step-2.pt", 2), ("stair", "step-4.pt", 4), ("stair", "stage-1.pt", 2)])
-def test_a_run_continues_from_a_kept_checkpoint(tmp_path, capsys, with_milestones, name, file, step):
+def test_a_run_continues_from_a_kept_checkpoint(tmp_path, with_milestones, name, file, step):
     whole, run = with_milestones[name], tmp_path / "run"
     shutil.copytree(whole, run)
-    resume = ["--resume", "--out", run]
-    train_alone([*resume, "--checkpoint", file])
-    assert f"continues after step {step} of" in capsys.readouterr().out
-    for kept in whole.glob("*.pt"):
-        states = [common.load_checkpoint(place / kept.name) for place in (whole, run)]
+    evaluation.main([str(run), "--task", "neighbours", "--checkpoint", file])
+    assert evaluation.load_run(run, checkpoint=file)[0].step == step
+    train_alone(["--resume", "--out", run, "--checkpoint", file])
+    kept = [path.name for path in whole.glob("*.pt")]
+    assert {"last.pt", "step-2.pt", "step-4.pt", "step-6.pt"} <= {*kept}
+    for path in kept:
+        states = [common.load_checkpoint(place / path) for place in (whole, run)]
         for key in ("step", "model", "optimizer", "ranks"):
             torch.testing.assert_close(*[state[key] for state in states], rtol=0, atol=0)
-    logs = [[(record["step"], record["loss"]) for record in read_log(place)] for place in (whole, run)]
-    assert logs[0] == logs[1]
-    if name == "stair":
-        return
-    train_alone(resume)                      # the flag is not remembered
-    assert f"continues after step {len(logs[0])} of" in capsys.readouterr().out
-
-
-def test_a_kept_checkpoint_is_evaluated(with_milestones, tmp_path):
-    run = shutil.copytree(with_milestones["sparc"], tmp_path / "run")
-    assert sorted(path.name for path in run.glob("*.pt")) == [
-        "last.pt", "step-2.pt", "step-4.pt", "step-6.pt"]
-    for step in (2, 4, 6):
-        evaluation.main([str(run), "--task", "zeroshot", "--checkpoint", f"step-{step}.pt"])
-        assert evaluation.load_run(run, checkpoint=f"step-{step}.pt")[0].step == step
-    assert not torch.equal(*[weights(run, name)["g_v.weight"] for name in ("step-2.pt", "last.pt")])
+    a, b = ([(x["step"], x["loss"]) for x in read_log(place)] for place in (whole, run))
+    assert a == b
+    assert train.parse_args(["--resume", "--out", str(run)]).checkpoint == "last.pt"
 
 
 def test_files_that_stay_are_written_before_last_pt(tmp_path, monkeypatch):
