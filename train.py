@@ -425,7 +425,7 @@ def encoders_of(run, with_text):
 # methods that start from a run
 FINE_TUNED = "classifier", "detector"
 # flags that need captions
-TEXT_FLAGS = {"vocab", "vocab_size", "text_encoder"}
+TEXT_FLAGS = "vocab", "vocab_size", "text_encoder"
 # paths, which may differ between machines; Progress.check_ranks compares the data and the words
 PATHS = {"out", "image_root", "data", "eval_data", "vocab", "init_weights"}
 # settings that cannot change when a run is resumed
@@ -436,9 +436,9 @@ def check_settings(args, method, usual, given):
     """Raise UserError for flags that do not fit each other. usual: the settings with no flag given;
     these are always accepted. given: the flags of Config that are given."""
     helps = common.comments_of(Config) | common.comments_of(method.Settings)
-    unused = set() if method.uses_text(args) else TEXT_FLAGS | {"crop_scale"}
-    if method.augment(args):
-        unused -= {"crop_scale"}
+    unused = () if method.uses_text(args) else TEXT_FLAGS
+    if method.views(args):
+        unused += ("crop_scale",)
     for name, default in usual.items():
         flag, value = common.flag_of(name), vars(args)[name]
         if value == default:
@@ -446,9 +446,6 @@ def check_settings(args, method, usual, given):
         if args.resume and name in FIXED:
             raise UserError(f"{args.out} was begun with {flag} {default}, which cannot change: "
                             f"leave out {flag} {value}, or give another --out.")
-        if name in TEXT_FLAGS and args.finetune and method.uses_text(args):
-            raise UserError(f"{flag} {value} does not fit the fine-tuned {args.finetune}: leave "
-                            "it out.")
         if name in unused:
             raise UserError(f"{flag} has no effect on this objective: leave it out.")
         if isinstance(value, (int, float)):
