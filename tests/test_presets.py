@@ -6,6 +6,7 @@ OURS names the settings of a preset about which the paper and the authors' code 
 
 import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -189,6 +190,24 @@ def test_sparcs_swept_settings_are_values_of_the_sweeps():
     args = train.parse_args(["--method", "sparc", "--preset", "b16"])
     for name, values in SWEEPS.items():
         assert vars(args)[name] in values
+
+
+BOUNDS = {
+    "> 0": """vocab_size image_size crop_scale epochs batch log_every save_every accum_freq embed_dim
+        init_scale filip_keep mgca_prototypes L V D grp_size bottleneck codes out_dim head_width
+        head_bottleneck student_temp teacher_temp local_size crop_least crop_border tau tau_b
+        sinkhorn_iters projector_width projector_dim crop_every crop_alpha""",
+    "< 1": "beta2 smoothing drop_path", "< 9e18": "seed",
+    "<= 1": """crop_scale flip sigma filip_keep center_momentum ema crop_least crop_border
+        crop_threshold share_1 share_2 ramp erasing"""}
+
+
+@pytest.mark.parametrize("config", [
+    train.Config, *(method.Settings for method in evaluation.METHODS.values())])
+def test_help_has_the_bounds_of_settings(config):
+    for name, help in common.comments_of(config).items():
+        found = {f"{sign} {bound}" for sign, bound in re.findall(r"(>|<=?) (\S*\d)", help)}
+        assert found == {bound for bound, names in BOUNDS.items() if name in names.split()}, name
 
 
 def default(function, name):

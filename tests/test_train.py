@@ -95,7 +95,7 @@ def test_another_seed_gives_other_weights_and_another_seed_or_order_gives_other_
         data = train.open_training_data(args, train.METHODS["sparc"])
         model = train.new_model(args, train.METHODS["sparc"], range(50))
         batches = train.open_loader(args, data, None, None, model, train.Progress(order=order),
-                                    "cpu", SimpleNamespace(error=None))
+                                    "cpu", None)
         found.append((model.g_v.weight, next(batches)["images"]))
     weights, images = zip(*found)
     assert not torch.equal(*weights[:2])
@@ -120,18 +120,12 @@ def test_flags_of_a_method_change_its_training(tmp_path, run_of, name, flags):
     data, options = opened("shapes:size=16,objects=2", task=tasks)
     assert 0 <= evaluation.evaluate(embedder, data, options)["zeroshot"] <= 1
     evaluation.draw_pictures(embedder, data, {"alignment", "slots", "segmentation"})
-    last_block = f"image_encoder.blocks.{name == 'sparo':d}.norm1.weight"
-    assert last_block in weights(tmp_path)
 
 
 @pytest.mark.parametrize("name, metric", [
     ("sparc", "i2t/R@1"), ("stair", "textfree/zeroshot"), ("bam", "knn")])
-def test_evaluation_during_training_changes_only_the_log(
-        tmp_path, monkeypatch, capsys, name, metric):
-    """The statistics of BatchNorm and the random numbers of stochastic depth must not change.
-
-    The tasks draw random numbers, too.
-    """
+def test_evaluation_during_training_changes_only_the_log(tmp_path, monkeypatch, name, metric):
+    """The statistics of BatchNorm and the random numbers of stochastic depth must not change."""
     evaluate, runs = evaluation.evaluate, [tmp_path / "without", tmp_path / "with"]
     monkeypatch.setattr(evaluation, "evaluate", lambda *a: torch.rand(5) is None or evaluate(*a))
     flags = [*SMALL[name]]
@@ -144,9 +138,6 @@ def test_evaluation_during_training_changes_only_the_log(
     log, watched = map(read_log, runs)
     assert [record["step"] for record in watched if metric in record] == [2, 4]
     assert all(0 <= record[metric] <= 1 for record in watched[1:])
-    shown = re.findall(r"^step (\d): (.*)", capsys.readouterr().out, re.MULTILINE)
-    assert [int(step) for step, _ in shown] == [2, 4]
-    assert (f"{metric} {watched[2][metric]:.3f}" in shown[1][1]) == ("textfree" not in metric)
     for record in watched:
         other = log[record["step"] - 1]
         other |= {key: 0 for key in ("images_per_s", "data_share", "peak_memory_bytes")}
@@ -381,42 +372,23 @@ class Silent:
         raise RuntimeError("DataLoader timed out after 10 seconds")
 
 
-def test_a_run_without_a_batch_says_what_it_waits_for_every_5_minutes(monkeypatch, capsys):
+def test_a_run_without_a_batch_says_what_it_waits_for_every_5_minutes(tmp_path, monkeypatch, capsys):
+    write_files(tmp_path, {"mine": ""})
+    with open(tmp_path / "mine"):
+        assert str(tmp_path / "mine") in train.open_files("self")
+    files = {"self": {"/data/mine"}, 222: {"/data/mine", "/data/00012.tar", "/dev/null", "pipe:[9]"}}
+    monkeypatch.setattr(train, "open_files", files.get)
+    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: SimpleNamespace(
+        total=64e6, free=6e6))
     monkeypatch.setattr(torch.utils.data, "DataLoader", Silent)
-    monkeypatch.setattr(train, "awaited", lambda worker, pid: f"worker {worker}, {pid}.")
     batches = train.read_in_workers(None, 2)
     next(batches)
     with pytest.raises(RuntimeError, match="timed out"):
         next(batches)
-    notes = re.findall("note: rank 0 has had no batch for (.*) s. It waits for worker 1, 222.",
-                       capsys.readouterr().out)
+    notes = re.findall(r"note: rank 0 has had no batch for (.*) s. It waits for worker 1 \(process "
+                       r"222\), which has /data/00012.tar open; /dev/shm has 6 of 64 MB free: .*"
+                       "--workers", capsys.readouterr().out)
     assert notes == ["60", "360", "660", "960", "1260", "1560"]
-
-
-class Slow(torch.utils.data.IterableDataset):
-    """Opens a file, waits, and yields a batch."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __iter__(self):
-        with open(self.path):
-            time.sleep(0.5)
-        yield 1
-
-
-def test_the_file_of_a_waiting_worker_and_the_free_shared_memory_are_named(
-        tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, "LOOK", 0.1)
-    monkeypatch.setattr(train, "FIRST_NOTE", 0.2)
-    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: SimpleNamespace(
-        total=64e6, free=6e6))
-    write_files(tmp_path, {"00012.tar": "", "mine": ""})
-    with open(tmp_path / "mine"):  # the worker has it open, too
-        assert list(train.read_in_workers(Slow(tmp_path / "00012.tar"), 1)) == [1]
-    words = (rf"worker 0 \(process \d+\), which has {tmp_path}/00012.tar open; /dev/shm has 6 of 64 "
-             "MB free: .* lower --workers or --batch")
-    assert re.search(words, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("data, batch, cores, ranks, local, expected", [
@@ -638,29 +610,26 @@ def test_ranks_that_torchrun_restarts_find_each_other():
     elastic_launch(config, die_twice)()
 
 
-def signalled_rank(rank, out, seconds):
-    """Train, and send rank 1 a signal in step 2. A step lasts so many seconds more on rank 0."""
+def signalled_rank(rank, out):
+    """Train, and send rank 1 a signal in step 2. Steps are slow, so that ranks ask after each."""
     step = train.Progress.advance
 
     def advance(at, *arguments):
         step(at, *arguments)
         if (rank, at.step) == (1, 2):
             signal.raise_signal(signal.SIGUSR1)
-        time.sleep(0 if rank else seconds)
+        time.sleep(0 if rank else 0.1)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.Progress, "advance", advance)
         patch.setattr(train, "ASK", 0.05)
-        patch.setattr(train, "ASK_STEPS", 4)
         return train_on_rank(rank, [*SPARC, "--steps", "20", "--save-every", "7", "--out", out])
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("seconds, steps", [(0.1, (2, 3)), (0, (2, 3, 4, 5, 6))])
-def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(tmp_path, seconds, steps):
-    """Ranks ask each other after the step if steps are slow, else after four steps."""
-    assert run_ranks(tmp_path, signalled_rank, 2, str(tmp_path), seconds) == [signal.SIGUSR1] * 2
-    assert common.load_checkpoint(tmp_path / "last.pt")["step"] in steps
+def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(tmp_path):
+    assert run_ranks(tmp_path, signalled_rank, 2, str(tmp_path)) == [signal.SIGUSR1] * 2
+    assert common.load_checkpoint(tmp_path / "last.pt")["step"] in (2, 3)
 
 
 @pytest.mark.parametrize("step, due", [(0.01, "1 11 21"), (0.5, "1 5 9 13 17 21"), (3, None)])
@@ -730,14 +699,12 @@ def test_ranks_that_would_train_otherwise_are_refused(monkeypatch, change, messa
             train.Progress(**settings).check_ranks(annotations, scaler)
 
 
-def test_a_rank_whose_checkpoint_is_of_another_step_is_refused(tmp_path, monkeypatch, run_of):
+def test_a_rank_whose_checkpoint_is_of_another_step_is_refused(run, monkeypatch):
     """The first training stands for rank 0, the second one for rank 1."""
-    run, facts = shutil.copytree(run_of("sparc"), tmp_path / "run"), {}
-    monkeypatch.setattr(common, "gather_objects",
-                        lambda own: [facts.setdefault(str(own and [*own]), own), own]
-                        if isinstance(own, dict) else [own, own])
+    facts, state = {}, common.load_checkpoint(run / "last.pt")
+    monkeypatch.setattr(common, "gather_objects", lambda own: [
+        facts.setdefault(str([*own]), own) if isinstance(own, dict) else own, own])
     train_alone(["--resume", "--out", run])
-    state = common.load_checkpoint(run / "last.pt")
     torch.save(state | {"step": 3}, run / "last.pt")
     with pytest.raises(UserError, match="Rank 1 has a last.pt after step 3, rank 0 has 6"):
         train_alone(["--resume", "--out", run])
@@ -1079,8 +1046,8 @@ def test_flops_of_clip_and_sparc_agree_with_table_11(monkeypatch):
     assert flops["sparc"] / flops["clip"] == pytest.approx(of_sparc / of_clip, abs=0.001)
 
 
-def share_mirrored(transform):
-    """The share of images that a transform mirrors. Each image is red on its left."""
+def is_mirrored(transform):
+    """Whether a transform mirrors an image, which is red on its left."""
     if isinstance(transform, common.Views):                  # `distort` mirrors the rows 0
         return transform.draw(2000, transform.views[0])[0][0].float().mean().item()
     if isinstance(transform, common.Augment):                # the first step mirrors
@@ -1088,16 +1055,14 @@ def share_mirrored(transform):
     image = Image.new("RGB", (16, 16), "blue")
     image.paste((255, 0, 0), (0, 0, 8, 16))
     truth = common.Boxes(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.bool))
-    inputs = (image, truth) if transform.func is common.crop_boxes else (image,)
-    pixels = [transform(*inputs) for _ in range(100)]
-    pixels = [x[0] if isinstance(x, tuple) else x for x in pixels]
-    return sum(bool(x[0, 4, 0] < 128) for x in pixels) / len(pixels)
+    x = transform(image, truth)[0] if transform.func is common.crop_boxes else transform(image)
+    return bool(x[0, 4, 0] < 128)
 
 
 @pytest.mark.parametrize("name, usual", [
     ("sparc", 0), ("stair", 0), ("sparo", 0), ("dino", 0.5), ("bam", 0.5), ("classifier", 0.5),
     ("detector", 0.5)])
-def test_images_with_captions_are_not_mirrored_and_others_half_of_the_time(name, usual, monkeypatch):
+def test_images_with_captions_are_not_mirrored_by_default(name, usual, monkeypatch):
     """A mirror makes a caption with "left" wrong. --flip replaces the default of each method."""
     monkeypatch.setattr(train, "check_method", lambda args: None)  # a detector needs a run
     for given, flip in (([], usual), (["--flip", "1"], 1), (["--flip", "0"], 0)):
@@ -1105,9 +1070,8 @@ def test_images_with_captions_are_not_mirrored_and_others_half_of_the_time(name,
         method = evaluation.METHODS[args.method]
         train.open_training_data(args, method)
         encoder = SimpleNamespace(image_size=args.image_size, grid=args.image_size // 8)
-        torch.manual_seed(0)
-        found = share_mirrored(train.build_transform(args, method, encoder))
-        assert args.flip == flip and found == pytest.approx(flip, abs=0.15 * (0 < flip < 1))
+        transform = train.build_transform(args, method, encoder)
+        assert args.flip == flip and (not given or is_mirrored(transform) == flip)
 
 
 def test_a_resumed_run_without_a_flip_mirrors_half_of_its_images(run):
@@ -1119,19 +1083,13 @@ def test_a_resumed_run_without_a_flip_mirrors_half_of_its_images(run):
 
 
 @pytest.mark.parametrize("scale, side", [(0.9, 12), (0.25, 19), (0.01, 93)])
-def test_images_have_enough_pixels_for_the_smallest_crop(monkeypatch, tmp_path, scale, side):
-    found = []
-    init = common.Stream.__init__
-    monkeypatch.setattr(common.Stream, "__init__", lambda self, *arguments, **options: (
-        found.append(options["min_side"]), init(self, *arguments, **options))[1])
-    monkeypatch.setattr(train, "read_in_workers", lambda *_: found.append("end"))
-    args = train.parse_args([*SPARC, "--data", "x.csv", "--crop-scale", str(scale)])
+def test_images_have_enough_pixels_for_the_smallest_crop(monkeypatch, scale, side):
+    found, args = [], train.parse_args([*SPARC, "--crop-scale", str(scale), "--workers", "0"])
     args.image_size = 8
-    args.workers = 0
+    monkeypatch.setattr(train, "read_in_workers", lambda stream, *_: found.append(stream))
     with pytest.raises(TypeError):  # no messages
-        next(train.open_loader(args, None, None, None, None, train.Progress(), "cpu",
-                               SimpleNamespace(error=None)))
-    assert found == [side, "end"]
+        next(train.open_loader(args, None, None, None, None, train.Progress(), "cpu", None))
+    assert found[0].min_side == side
 
 
 @pytest.mark.parametrize("name, record, words", [
