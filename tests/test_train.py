@@ -276,12 +276,15 @@ def test_the_log_begins_at_step_1_and_has_each_step_that_is_saved(tmp_path, flag
 
 
 @pytest.mark.ranks
-def test_a_signal_to_all_processes_saves_the_run(tmp_path):
+def test_a_run_keeps_others_out_and_is_saved_by_a_signal_to_all_processes(tmp_path):
     """torchrun and Slurm send a signal to all processes, also to the workers that load data."""
     run = tmp_path / "a run"
-    flags = [*SPARC, "--steps", "9999", "--workers", "2", "--out", run]
+    flags = [*SPARC, "--steps", "9999", "--save-every", 1, "--workers", "2", "--out", run]
     process = start_program(tmp_path / "printed", "train.py", flags)
     wait_for_steps(lambda: process.exitcode, run, 5)
+    with pytest.raises(UserError, match="a run is in use by another run: stop it"):
+        train_alone(["--resume", "--out", run])
+    evaluation.main([str(run), "--task", "neighbours"])
     os.killpg(process.pid, signal.SIGTERM)
     process.join()
     message = f"start the same command again with --resume --out '{run}'"
@@ -547,17 +550,6 @@ def test_resume_never_goes_back_a_stage(tmp_path, stopped_in_stage, stopped, fla
     message = f"has made {stopped} steps, the last in stage .*{message}" if message else None
     with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
         train_alone(["--resume", *flags.split(), "--out", run])
-
-
-def test_a_second_run_in_a_directory_is_refused(run, tmp_path):
-    flags, printed = ["--resume", "--out", run], tmp_path / "printed"
-    with train.lock_run(run):
-        process = start_program(printed, "train.py", flags)
-        process.join()
-        assert "run is in use by another run: stop it" in printed.read_text()
-        evaluation.main([str(run), "--task", "zeroshot"])
-    assert process.exitcode == 1
-    train_alone(flags)
 
 
 @pytest.mark.ranks
