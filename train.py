@@ -186,8 +186,10 @@ class Config:
     # number of parts, > 0, into which a rank splits its batch; the encoders process the parts one
     # after the other, to save memory; the loss still compares the whole batch
     accum_freq: int = 1
-    # print the parameters, FLOPs, hours, memory and the loss of a random guess, then stop;
-    # --dry-run RANKS: so many processes share the batch; --out DIR draws first-batch.png
+    # print what the settings cost, then stop: FLOPs of the forward pass; most hours of one H100 at
+    # 200 TFLOPs a second, and how many cores like this one read its JPEGs of 500 x 375; memory of a
+    # GPU in bf16, without a recomputed block; gradients that ranks sum in a step; the loss of a
+    # random guess; --dry-run RANKS: so many GPUs share the batch; --out DIR draws first-batch.png
     dry_run: int = 0
 
 
@@ -1458,7 +1460,7 @@ def finish(args, embedder, eval_data, progress):
 
 @torch.no_grad()
 def dry_run(args, method, model):
-    """Print what the settings cost, in words and as JSON. A multiply-add is 2 FLOPs."""
+    """Print what the settings cost, in lines and as JSON. A multiply-add is 2 FLOPs."""
     model.eval()  # else, on several GPUs, BatchNorm would gather CPU tensors
     batches = [made_up_batch(args, method, model, n) for n in (2, 4)]
     flops = [forward_flops(model, batch) for batch in batches]
@@ -1479,18 +1481,11 @@ def dry_run(args, method, model):
     memory = checkpoint_size(args, model) + summed + (kept[1] - kept[0]) / 2 * of_rank
     record = {"params": params, **words, "flops_per_sample": int(of_one),
               "flops_per_sample_in_batch": round(in_batch), "h100_hours": round(hours, 2),
-              "gradient_bytes": summed, "memory_bytes": round(memory), "cores": round(cores, 1),
-              "chance_loss": chance_loss}
-    more = " and what a recomputed block needs" if args.grad_checkpoint else ""
-    print_once(
-        f"parameters: {params / 1e6:.1f} M\n"
-        f"forward pass of a sample: {of_one / 1e9:.4g} GFLOPs; {in_batch / 1e9:.4g} in a batch\n"
-        f"one H100 at {H100 / 1e12:.0f} TFLOPs a second: {args.steps:,} steps take at most "
-        f"{hours:,.1f} hours, and {cores:,.1f} cores like this one read {images_per_s:,.0f} JPEGs "
-        f"of 500 x 375 a second\n"
-        f"memory of each of {args.dry_run} GPUs (--dry-run RANKS) in bf16: about "
-        f"{memory / 2**30:,.1f} GiB for {of_rank:,} samples{more}\n"
-        f"{json.dumps(common.without_nan(record))}")
+              "cpu_cores": round(cores, 1), "gpu_gib": round(memory / 2**30, 2),
+              "gradient_mb": round(summed / 1e6, 1), "chance_loss": chance_loss}
+    for name, value in record.items():
+        print(f"{name:27}{value:,.12g}")
+    print(json.dumps(common.without_nan(record)))
 
 
 def forward_flops(model, batch):

@@ -138,7 +138,7 @@ def timed(row, batches, device):
     clock.reset()
     for step in itertools.count():
         if step >= WARMUP and step == WARMUP + max(3, min(50, int(SECONDS / seconds))):
-            row |= clock.rates(row["batch"])
+            row |= clock.rates(row["batch"]) | {"updates": step}
             raise Measured
         start = time.perf_counter()
         yield clock.wait_for(batches)
