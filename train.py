@@ -1481,7 +1481,7 @@ def dry_run(args, method, model):
     memory = checkpoint_size(args, model) + summed + (kept[1] - kept[0]) / 2 * of_rank
     record = {"params": params, **words, "flops_per_sample": int(of_one),
               "flops_per_sample_in_batch": round(in_batch), "h100_hours": round(hours, 2),
-              "cpu_cores": round(cores, 1), "gpu_gib": round(memory / 2**30, 2),
+              "cpu_cores": round(cores, 1), "gpu_gib": round(memory / 2**30, 4),
               "gradient_mb": round(summed / 1e6, 1), "chance_loss": chance_loss}
     for name, value in record.items():
         print(f"{name:27}{value:,.12g}")

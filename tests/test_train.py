@@ -953,7 +953,7 @@ def test_a_dry_run_of_a_papers_preset_needs_no_data():
                                    [*SPARC, "--objective", "gloria"]])
 def test_a_dry_run_counts_the_pairs_of_the_whole_batch(capsys, flags):
     """SPARC, Table 11: FLOPs of FILIP and GLoRIA grow with the batch."""
-    flags = [*flags, "--batch", "24", "--steps", "10000000", "--dry-run"]
+    flags = [*flags, "--batch", "24", "--steps", "10000000000", "--dry-run"]
     train.main(flags)
     record, args = json.loads(capsys.readouterr().out.splitlines()[-1]), train.parse_args(flags)
     method, args.image_size = train.METHODS[args.method], 16
