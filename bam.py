@@ -51,18 +51,18 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(kw_only=True)
 class Config:
-    tau: float = 0.1      # temperature of the attention (Sec. 3.1)
-    tau_b: float = 0.05   # temperature of the targets, below tau to sharpen them (Sec. 3.4, App. F)
-    sinkhorn_iters: int = 3  # Sinkhorn iterations for the targets (authors' bam_loss.py:34)
+    tau: float = 0.1      # temperature of the attention, > 0 (Sec. 3.1)
+    tau_b: float = 0.05   # temperature of the targets, > 0, below tau to sharpen them (3.4, F)
+    sinkhorn_iters: int = 3  # Sinkhorn iterations for the targets, > 0 (authors' bam_loss.py:34)
     # what happens to similarities of views of one image. exclude: left out. zero: 0, as in Eq. 3.
     # none: kept. self: kept, but 0 for a view with itself. Table 1 can mean self or none.
     mask: Literal["exclude", "zero", "self", "none"] = "exclude"
     teacher: bool = True  # use a teacher, a moving average of the network, for targets (App. C)
-    ema: float = 0.995    # first momentum of the teacher, rises to 1 (authors' main_pretrain.py:99)
+    ema: float = 0.995    # first momentum of the teacher, <= 1, rises to 1 (main_pretrain.py:99)
     # representation of an image: [CLS] (App. C), or gap, the mean of all tokens (ResNet-50)
     readout: Literal["cls", "gap"] = "cls"
-    projector_width: int = 4096  # width of the projector's two hidden layers (App. C)
-    projector_dim: int = 4096  # width of the projector's output, the latents (App. C)
+    projector_width: int = 4096  # width of the projector's two hidden layers, > 0 (App. C)
+    projector_dim: int = 4096  # width of the projector's output, the latents, > 0 (App. C)
     batch_norm: bool | None = None  # BatchNorm in the projector; None: without a teacher (App. C)
     activation: Literal["gelu", "relu"] = "gelu"  # in the projector; relu for ResNet-50 (App. C)
 
@@ -522,16 +522,17 @@ class Settings(Config):
     # softmax and Sinkhorn over all similarities (Sec. 3.1), or per block of two views (Table 1)
     normalization: Literal["global", "block"] = "global"
     local_crops: int = 6  # number of small views, added to two large views (Sec. 3.5)
-    local_size: int = 96  # side of a small view in pixels (authors' main_pretrain.py:133)
-    crop_least: float = 0.05  # least image fraction in a small view (authors' main_pretrain.py:132)
-    # largest image fraction in a small view, least in a large view (authors' vit_small.slurm:60)
+    local_size: int = 96  # side of a small view in pixels, > 0 (authors' main_pretrain.py:133)
+    # least image fraction in a small view, > 0, <= 1 (authors' main_pretrain.py:132)
+    crop_least: float = 0.05
+    # largest image fraction in a small view, least in a large view, > 0, <= 1 (vit_small.slurm:60)
     crop_border: float = 0.25
     contrastive_crop: bool = True  # ContrastiveCrop: crop where the [CLS] token attends (App. G)
     crop_start: int = 12_512  # first step with ContrastiveCrop; the paper: after 40 epochs (App. G)
-    crop_every: int = 6_256  # steps between updates of crop boxes; the paper: 20 epochs (App. G)
-    # attention, scaled to [0, 1], above which a pixel lies in the crop box (arXiv 2202.03278)
+    crop_every: int = 6_256  # steps between updates of crop boxes, > 0; paper: 20 epochs (App. G)
+    # scaled attention, <= 1, above which a pixel lies in the crop box (arXiv 2202.03278)
     crop_threshold: float = 0.1
-    # alpha of Beta(alpha, alpha), which draws the centres of crops in a box (arXiv 2202.03278)
+    # alpha > 0 of Beta(alpha, alpha), which draws the centres of crops in a box (arXiv 2202.03278)
     crop_alpha: float = 0.6
 
 
@@ -912,13 +913,13 @@ class ClassifierConfig:
     classes: list | None = None
     # labels to train on: a fraction of each class, in (0, 1], or a FILE of image names
     label_fraction: str | None = None
-    smoothing: float = 0.1  # amount of label smoothing (0.1 in DeiT's code)
+    smoothing: float = 0.1  # amount of label smoothing, < 1 (0.1 in DeiT's code)
     mixup: float = 0.8  # alpha of MixUp; 0: no MixUp (0.8 in DeiT's code)
     cutmix: float = 1.0  # alpha of CutMix; 0: no CutMix (1.0 in DeiT's code)
     # RandAugment: two operations on each image, with magnitude 9 of 10 (DeiT's code)
     rand_augment: bool = True
-    erasing: float = 0.25  # probability to erase a rectangle of an image (0.25 in DeiT's code)
-    # stochastic depth of the ViT; replaces drop_path of --image-encoder (0.1 in DeiT's code)
+    erasing: float = 0.25  # probability, <= 1, to erase a rectangle of an image (0.25 in DeiT)
+    # stochastic depth of the ViT, < 1; replaces drop_path of --image-encoder (0.1 in DeiT's code)
     drop_path: float = 0.1
 
 

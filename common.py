@@ -604,8 +604,7 @@ class Method:
        demonstration.
     2. Import the file in eval.py and add it to METHODS there.
     3. Add a row to SMALL and to MODELS in tests/helpers.py: tests/test_contract.py checks the rest.
-    4. If a setting must be positive, or at most 1, add its name to POSITIVE or AT_MOST_ONE in
-       train.py.
+    4. If a setting has bounds, name them in its comment, as > 0 or <= 1: train.py checks them.
     """
 
     model_class = lambda self, args: self.Model  # the class of the model

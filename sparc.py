@@ -54,12 +54,12 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(kw_only=True)
 class Config:
-    embed_dim: int = 512         # width of the shared embedding space (Sec. D.1)
+    embed_dim: int = 512         # width of the shared embedding space, > 0 (Sec. D.1)
     lambda_g: float = 0.5        # weight of the global loss L_g (Eq. 7, Sec. D.4)
     lambda_f: float = 1.0        # weight of the fine-grained loss L_f; 0.5, 1, 5, 10 in D.4
-    # sigma of Eq. 3: lower scaled similarities get weight 0. None (no flag, no preset): 1 / P
+    # sigma of Eq. 3, <= 1: lower scaled similarities get weight 0. None (no flag): 1 / P
     sigma: float | None = None
-    init_scale: float = 1 / 0.07  # 1 / temperature at the start of training (CLIP, Sec. 2.5)
+    init_scale: float = 1 / 0.07  # 1 / temperature at the start of training, > 0 (CLIP, Sec. 2.5)
     # weights of patches: sparse (Eq. 2-4), dense (no threshold), or softmax (Table 8)
     align: Literal["sparse", "dense", "softmax"] = "sparse"
     # layer before the global image embedding: plain h_v(x) (Sec. 2), or residual x + h_v(x)
@@ -464,8 +464,8 @@ class Settings(Config):
 
     # training objective: SPARC's (Eq. 7) or a baseline's (Sec. 4)
     objective: Literal["sparc", "clip", "filip", "clip+filip", "pacl", "gloria", "mgca"] = "sparc"
-    filip_keep: float = 0.2      # FILIP: fraction of tokens and patches that are kept (D.4)
-    mgca_prototypes: int = 500   # MGCA: number of prototypes (Sec. D.4)
+    filip_keep: float = 0.2      # FILIP: fraction of kept tokens and patches, > 0, <= 1 (D.4)
+    mgca_prototypes: int = 500   # MGCA: number of prototypes, > 0 (Sec. D.4)
 
 
 # Sec. 4.1, D.1, D.4. Learning rate and weight decay are the middle of the paper's sweeps. The
@@ -935,8 +935,9 @@ def share_on(mask, weights):
 
 @dataclass
 class DetectorConfig:
-    embed_dim: int = 512  # width of the embeddings; it is that of the run
-    drop_path: float = 0.2  # stochastic depth of the ViT; replaces drop_path of --image-encoder
+    embed_dim: int = 512  # width of the embeddings, > 0; it is that of the run
+    # stochastic depth of the ViT, < 1; replaces drop_path of --image-encoder
+    drop_path: float = 0.2
 
 
 DETECTOR_PRESETS = {  # with --finetune RUN, the run's encoders replace image_encoder, text_encoder

@@ -58,11 +58,11 @@ from torch import nn
 
 @dataclass(kw_only=True)
 class Config:
-    L: int = 128                   # number of slots; 64 on Conceptual Captions and in DINO (Sec. 4)
-    V: int = 64                    # width of a slot (Sec. 4)
-    D: int = 64                    # width of a slot's query and keys (Sec. 3.2)
-    grp_size: int = 1              # number of slots that share one key projection (App. A)
-    init_scale: float = 1 / 0.07   # initial 1 / temperature of CLIP's loss (CLIP, Sec. 2.5)
+    L: int = 128                   # number of slots, > 0; 64 on Conceptual Captions, DINO (Sec. 4)
+    V: int = 64                    # width of a slot, > 0 (Sec. 4)
+    D: int = 64                    # width of a slot's query and keys, > 0 (Sec. 3.2)
+    grp_size: int = 1              # number of slots that share one key projection, > 0 (App. A)
+    init_scale: float = 1 / 0.07   # initial 1 / temperature of CLIP's loss, > 0 (CLIP, Sec. 2.5)
 
 
 # Below the core: in_fp32, Gather, own_columns, after_end, Keys, and what refuses wrong
@@ -405,26 +405,26 @@ class Settings(Config):
     # how an encoder's outputs become an encoding; cls: CLIP, gap: CLIP+GAP (Sec. 4, 5.3, B.2)
     readout: Literal["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"] = "sparo"
     replace_block: bool = True     # let SPARO replace the last block of each encoder (Sec. 4)
-    # width of the encoding with --readout cls, gap, bottleneck or fdt (M in Sec. 3.1)
+    # width of the encoding with --readout cls, gap, bottleneck or fdt, > 0 (M in Sec. 3.1)
     embed_dim: int = 512
-    bottleneck: int = 64           # width m of the layer that --readout bottleneck adds (App. B.2)
-    codes: int = 16384             # number of codes of --readout fdt (App. B.2)
+    bottleneck: int = 64           # width m of the layer that --readout bottleneck adds, > 0 (B.2)
+    codes: int = 16384             # number of codes of --readout fdt, > 0 (App. B.2)
     # multi: a linear layer mixes the heads of --readout attpool, separate: none does (Table 6)
     heads: Literal["separate", "multi"] = "multi"
     slot_norm: bool = False        # normalise the slots of --readout attpool one by one (Table 6)
     slot_projection: bool = False  # project the slots of --readout attpool one by one (Table 6)
-    out_dim: int = 65536           # DINO: number K of outputs of the head (App. C.2)
-    head_width: int = 2048         # DINO: width of the head's hidden layers (App. C.2)
-    head_bottleneck: int = 256     # DINO: width of the inputs of the head's last layer (App. C.2)
-    student_temp: float = 0.1      # DINO: temperature tau_s of the student's outputs (App. C.2)
-    teacher_temp: float = 0.04     # DINO: temperature tau_t of the teacher's outputs (App. C.2)
-    center_momentum: float = 0.9   # DINO: momentum of the center c of teacher outputs (App. C.2)
-    ema: float = 0.996             # DINO: momentum of the teacher at first, 1 at the end (App. C.2)
+    out_dim: int = 65536           # DINO: number K of outputs of the head, > 0 (App. C.2)
+    head_width: int = 2048         # DINO: width of the head's hidden layers, > 0 (App. C.2)
+    head_bottleneck: int = 256     # DINO: width of the inputs of the head's last layer, > 0 (C.2)
+    student_temp: float = 0.1      # DINO: temperature tau_s of the student's outputs, > 0 (C.2)
+    teacher_temp: float = 0.04     # DINO: temperature tau_t of the teacher's outputs, > 0 (C.2)
+    center_momentum: float = 0.9   # DINO: momentum of the center c of the outputs, <= 1 (App. C.2)
+    ema: float = 0.996             # DINO: first momentum of the teacher, <= 1, rises to 1 (C.2)
     freeze_last: int = 0           # DINO: number of steps before the last layer trains (App. C.2)
     local_crops: int = 8           # DINO: number of small views, beside two large ones (App. C.2)
-    local_size: int = 96           # DINO: height and width of a small view, in pixels (App. C.2)
-    crop_least: float = 0.05       # DINO: smallest fraction of the image in a small view (App. C.2)
-    # DINO: largest fraction of the image in a small view, and smallest in a large one (App. C.2)
+    local_size: int = 96           # DINO: height and width of a small view in pixels, > 0 (C.2)
+    crop_least: float = 0.05       # DINO: least image fraction in a small view, > 0, <= 1 (C.2)
+    # DINO: largest image fraction in a small view, least in a large one, > 0, <= 1 (App. C.2)
     crop_border: float = 0.4
 
 

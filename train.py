@@ -63,9 +63,9 @@ import itertools
 import json
 import math
 import multiprocessing
+import operator
 import os
 import re
-import resource
 import shlex
 import shutil
 import signal
@@ -83,7 +83,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
-from tqdm import tqdm
 
 import common
 import eval as evaluation
@@ -95,7 +94,8 @@ from eval import METHODS
 class Config:
     """Settings of a run, whatever the method. Batch sizes are global, over all ranks.
 
-    The comment behind a field, or the lines above it, are the help of its flag.
+    The comment behind a field, or the lines above it, are the help of its flag. Bounds in it, such
+    as > 0 and <= 1, are checked. Every number must be finite and not negative.
     """
 
     preset: str = "tiny"  # name of a preset of the method, whose values replace defaults
@@ -111,7 +111,7 @@ class Config:
     # directory of the run to fine-tune: the image encoder on labelled images (implies --method
     # classifier; BAM, Table 3), or both encoders on boxes (with --method detector; SPARC, Table 5)
     finetune: str | None = None
-    seed: int = 0  # seed of the weights, the data and the augmentation
+    seed: int = 0  # seed of the weights, the data and the augmentation, < 9e18
 
     # SPEC of the training data, see the end of this help; only presets named tiny have a default
     data: str | None = None
@@ -124,15 +124,15 @@ class Config:
     # vocabulary file, BERT's vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz; without it a
     # vocabulary is trained on the captions of --data
     vocab: str | None = None
-    vocab_size: int = 8192  # largest size of a vocabulary that is trained on the captions
-    # side of an image in pixels; without it the size in the SPEC of shapes, for other data the
-    # encoder's input size
+    vocab_size: int = 8192  # largest size of a vocabulary trained on the captions, > 0
+    # side of an image in pixels, > 0; without it, and for shapes, the size in the SPEC of shapes;
+    # for other data the encoder's input size
     image_size: int | None = None
-    # smallest area of a training crop, as a fraction of the image's area; 1 resizes the whole
-    # image; pictures of `shapes` with captions are neither cropped nor mirrored
+    # smallest area of a training crop, as a fraction of the image's area, > 0, <= 1; 1 resizes the
+    # whole image; pictures of `shapes` with captions are neither cropped nor mirrored
     crop_scale: float = 0.9
-    # probability that a training image is mirrored; by default .5, but 0 if captions are read, as
-    # "left" would become wrong
+    # probability that a training image is mirrored, <= 1; by default .5, but 0 if captions are
+    # read, as "left" would become wrong
     flip: float | None = None
     # number of processes per rank that load data; with 0 the training process loads the data;
     # by default 0 for shapes and on macOS, else the least of 8, the cores of a rank, and its shards
@@ -150,9 +150,9 @@ class Config:
     init_weights: str | None = None
 
     steps: int = 1000  # number of updates; 0 only evaluates, for example --init-weights
-    # number of passes over a FILE or class folders; replaces --steps
+    # number of passes over a FILE or class folders, > 0; replaces --steps
     epochs: int | None = None
-    # number of pairs or images in a step, summed over all ranks and all parts of --accum-freq
+    # number of pairs or images in a step, > 0, summed over all ranks and parts of --accum-freq
     batch: int = 128
     lr: float = 5e-4  # highest learning rate, which the warm-up reaches; no rescaling by --batch
     warmup: int = 100  # steps of linear warm-up, in each stage of a method that has several
@@ -163,12 +163,12 @@ class Config:
     # weight decay at the end of the training, reached by half a cosine; without it the weight decay
     # is constant
     weight_decay_end: float | None = None
-    beta2: float = 0.98  # second beta of AdamW and LAMB (CLIP, Table 18); the first is 0.9
+    beta2: float = 0.98  # second beta of AdamW and LAMB, < 1 (CLIP, Table 18); the first is 0.9
     adam_eps: float = 1e-6  # epsilon of AdamW and LAMB (CLIP, Table 18)
     clip_grad: float = 1.0  # largest norm of the gradient; 0 does not clip
 
-    log_every: int = 10  # steps between two lines of log.jsonl, whose first line is of step 1
-    save_every: int = 1000  # steps between two writings of last.pt
+    log_every: int = 10  # steps between two lines of log.jsonl, > 0; the first is of step 1
+    save_every: int = 1000  # steps between two writings of last.pt, > 0
     keep_every: int = 0  # steps between two checkpoints step-S.pt, which are kept; 0 keeps none
     # steps between two evaluations during training, on at most 1,000 images, with metrics in
     # log.jsonl; BAM and DINO are tested by k-NN alone; 0 evaluates only at the end
@@ -183,13 +183,14 @@ class Config:
     compile: bool = False
     # recompute the blocks of the ViT and of the text encoder in the backward pass, to save memory
     grad_checkpoint: bool = False
-    # number of parts into which a rank splits its batch; the encoders process the parts one after
-    # the other, to save memory; the loss still compares the whole batch
+    # number of parts, > 0, into which a rank splits its batch; the encoders process the parts one
+    # after the other, to save memory; the loss still compares the whole batch
     accum_freq: int = 1
-    # print the parameters, FLOPs, hours, memory and the loss of a random guess, then stop;
-    # --dry-run RANKS: so many processes share the batch; --out DIR draws first-batch.png
+    # print what the settings cost, then stop: FLOPs of the forward pass; most hours of one H100 at
+    # 200 TFLOPs a second, and how many cores like this one read its JPEGs of 500 x 375; memory of a
+    # GPU in bf16, without a recomputed block; gradients that ranks sum in a step; the loss of a
+    # random guess; --dry-run RANKS: so many GPUs share the batch; --out DIR draws first-batch.png
     dry_run: int = 0
-    bench: int = 0  # number of steps to time; print images per second, then stop
 
 
 # The first setting of each group in --help.
@@ -198,7 +199,6 @@ GROUPS = {"preset": "run", "data": "data", "image_encoder": "encoders", "steps":
 MOST_WORKERS = 8  # if --workers is not given
 CHECKED = 1000  # captions on which the vocabulary is checked at the start
 H100 = 200e12  # FLOPs a second of an update on one H100 in bf16, by tests/gpu.json
-BENCH_WARMUP = 3  # steps before --bench starts the clock: kernels are chosen, memory is taken
 
 
 # Training -----------------------------------------
@@ -221,13 +221,8 @@ def train(args, out, device):
     transform = build_transform(args, method, model.image_encoder)
     if args.dry_run:
         if args.out:
-            stop = Stop(at_once=True)
-            try:
-                batches = open_loader(args, data, transform, tokenizer, model, Progress(), device,
-                                      stop)
-                show_first_batch(args, tokenizer, common.distort(next(batches)))
-            finally:
-                stop.restore()
+            batches = open_loader(args, data, transform, tokenizer, model, Progress(), device, None)
+            show_first_batch(args, tokenizer, common.distort(next(batches)))
         return dry_run(args, method, model) if rank == 0 else None
     embedder = evaluation.new_embedder(model.to(device), tokenizer, args, device)
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
@@ -241,7 +236,7 @@ def train(args, out, device):
         announce(args, data, model, tokenizer, device, progress)
         write_run(args, tokenizer, out, progress.step)
     log, stop, clock, batches = Log(args, out, progress.step), Stop(), Clock(), None
-    if common.gather_objects(log.lacks(progress.record))[0]:  # killed after it had saved
+    if common.gather_objects(log.last < progress.record.get("step", 0))[0]:  # killed after it saved
         end_step(args, data, embedder, eval_data, log, progress, scaler)
 
     if args.steps == 0:  # the evaluation needs no update
@@ -249,29 +244,27 @@ def train(args, out, device):
     for number, start, end, lr in stages_of(args, progress.step):  # STAIR has three, others one
         progress.stage, steps = number, end - start
         model.begin_stage(number, fresh=progress.step == start)
-        log.begin_stage(number, steps)
         optimizer = build_optimizer(args, model, saved if progress.step > start else None)
         saved = parallel = None  # frees memory: the buckets of the last stage's DDP hold gradients
         parallel = wrap(args, model, world_size)
         model.train()
 
         while progress.step < end:
-            # BAM crops where [CLS] looks. --bench measures updates alone.
-            if progress.needs_boxes(method.box_refreshes(args)) and not args.bench:
+            # BAM crops where [CLS] looks.
+            if progress.needs_boxes(method.box_refreshes(args)):
                 batches = None  # ends the workers, which crop by the old boxes
                 boxes, stopping = find_boxes(args, data, model, device, autocast, stop)
                 if stopping:  # the resumed run will look for the boxes again
                     save(args, model, optimizer, scaler, progress)
-                    return end_early(args, log, progress.step, stopping, stop)
+                    return end_early(args, progress.step, stopping, stop)
                 progress.boxes = boxes
             if batches is None:
                 batches = open_loader(args, data, transform, tokenizer, model, progress, device,
                                       stop)
                 clock.reset()
             batch = common.distort(clock.wait_for(batches))
-            if progress.step == 0 and not args.bench:
+            if progress.step == 0:
                 show_first_batch(args, tokenizer, batch)
-                clock.reset()
             step = progress.step - start  # within the stage
             set_schedules(optimizer, args, step, steps, lr)
 
@@ -296,20 +289,13 @@ def train(args, out, device):
             # The method's own changes: a teacher follows, a temperature stays in its bounds.
             model.after_update(step, steps)
             progress.advance(batch, args.batch)
-            log.bar.update()
 
             # What is due, on all ranks alike. A long evaluation may be killed: it follows a save.
             evaluate_due = progress.due(args.eval_every)
             save_due = evaluate_due or any(map(progress.due, (args.save_every, args.keep_every)))
             save_due = save_due or progress.step == end
             log_due = progress.due(args.log_every) or save_due or progress.step == 1
-            stopping = (stop.is_due() or save_due) and stop.agreed(device)
-
-            # With --bench, time the updates and write nothing.
-            if args.bench:
-                if bench(args, clock, progress.step) or stopping:
-                    return stopping
-                continue
+            stopping = stop.agreed(device, save_due)
 
             # Save, if the loss is finite, what the log will say of this step, too.
             if log_due or stopping:
@@ -329,11 +315,11 @@ def train(args, out, device):
 
             # Stop.
             if stopping:
-                return end_early(args, log, progress.step, stopping, stop)
+                return end_early(args, progress.step, stopping, stop)
     stop.restore()  # from here on a signal ends the program at once
-    if failed := finish(args, log, embedder, eval_data, progress):
+    if failed := finish(args, embedder, eval_data, progress):
         stop.fail(" ".join(failed))
-        return end_early(args, log, progress.step, stop.FAILED, stop)
+        return end_early(args, progress.step, stop.FAILED, stop)
 
 
 # Command line -----------------------------------------
@@ -438,22 +424,12 @@ def encoders_of(run, with_text):
     return texts | {"image_encoder": encoder, "image_size": args.image_size}
 
 
-# Every number must be finite and not negative. Some fields must satisfy more.
-POSITIVE = set("""vocab_size image_size crop_scale epochs batch log_every save_every
-    accum_freq embed_dim init_scale filip_keep mgca_prototypes L V D grp_size
-    bottleneck codes out_dim head_width head_bottleneck student_temp teacher_temp local_size
-    crop_least crop_border tau tau_b sinkhorn_iters projector_width projector_dim crop_every
-    crop_alpha""".split())
-BELOW_ONE = {"beta2", "smoothing", "drop_path"}
-AT_MOST_ONE = {"crop_scale", "flip", "sigma", "filip_keep", "center_momentum", "ema", "crop_least",
-               "crop_border", "crop_threshold", "share_1", "share_2", "ramp", "erasing"}
 # methods that start from a run
 FINE_TUNED = "classifier", "detector"
 # flags that need captions
-TEXT_FLAGS = {"vocab", "vocab_size", "text_encoder"}
-# settings that may differ between machines, and those whose directory may differ
-OF_A_MACHINE = {"out", "image_root"}
-WITH_DIRECTORY = "data", "eval_data", "vocab", "init_weights"
+TEXT_FLAGS = "vocab", "vocab_size", "text_encoder"
+# paths, which may differ between machines; Progress.check_ranks compares the data and the words
+PATHS = {"out", "image_root", "data", "eval_data", "vocab", "init_weights"}
 # settings that cannot change when a run is resumed
 FIXED = {"method", "preset", "vocab", "vocab_size", "optimizer", "finetune", "init_weights"}
 
@@ -461,9 +437,10 @@ FIXED = {"method", "preset", "vocab", "vocab_size", "optimizer", "finetune", "in
 def check_settings(args, method, usual, given):
     """Raise UserError for flags that do not fit each other. usual: the settings with no flag given;
     these are always accepted. given: the flags of Config that are given."""
-    unused = set() if method.uses_text(args) else TEXT_FLAGS | {"crop_scale"}
-    if method.augment(args):
-        unused -= {"crop_scale"}
+    helps = common.comments_of(Config) | common.comments_of(method.Settings)
+    unused = () if method.uses_text(args) else TEXT_FLAGS
+    if method.views(args):
+        unused += ("crop_scale",)
     for name, default in usual.items():
         flag, value = common.flag_of(name), vars(args)[name]
         if value == default:
@@ -471,36 +448,28 @@ def check_settings(args, method, usual, given):
         if args.resume and name in FIXED:
             raise UserError(f"{args.out} was begun with {flag} {default}, which cannot change: "
                             f"leave out {flag} {value}, or give another --out.")
-        if name in TEXT_FLAGS and args.finetune and method.uses_text(args):
-            raise UserError(f"{flag} {value} does not fit the fine-tuned {args.finetune}: leave "
-                            "it out.")
         if name in unused:
             raise UserError(f"{flag} has no effect on this objective: leave it out.")
         if isinstance(value, (int, float)):
-            check_number(name, value)
-    if {"epochs", "steps"} <= given.keys():
-        raise UserError("--epochs and --steps both say how long to train: give one of them.")
-    if "steps" in given:
+            check_number(flag, value, helps[name])
+    if "steps" in given and "epochs" not in given:
         args.epochs = None  # the resumed run may have had --epochs
     if method.uses_text(args) and args.batch < 2:
         raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares captions.")
     if args.finetune and (args.init_weights or args.method not in FINE_TUNED):
         raise UserError("--finetune trains a classifier or a detector: leave out any other "
                         "--method, and --init-weights.")
-    if args.bench and args.resume:
-        raise UserError("--bench times a new run: leave out --resume.")
-    if args.bench:
-        args.steps, args.epochs = max(args.steps, BENCH_WARMUP + args.bench), None
 
 
-def check_number(name, value):
-    rules = [(POSITIVE, value > 0, "positive"), (BELOW_ONE, value < 1, "below 1"),
-             (AT_MOST_ONE, value <= 1, "at most 1"), ({"seed"}, value < 2**63, "below 2^63")]
+def check_number(flag, value, help):
+    """Raise UserError for a number that is not finite, is negative, or is outside the bounds in the
+    help of its flag, such as "> 0" and "<= 1"."""
     if not math.isfinite(value) or value < 0:
-        raise UserError(f"{common.flag_of(name)} {value} must be finite and not negative.")
-    for names, holds, wanted in rules:
-        if name in names and not holds:
-            raise UserError(f"{common.flag_of(name)} {value} must be {wanted}.")
+        raise UserError(f"{flag} {value} must be finite and not negative.")
+    holds = {">": operator.gt, "<": operator.lt, "<=": operator.le}
+    for sign, bound in re.findall(r"(>|<=?) (\S*\d)", help):
+        if not holds[sign](value, float(bound)):
+            raise UserError(f"{flag} {value} must be {sign} {bound}.")
 
 
 # The run's directory -----------------------------------------
@@ -517,10 +486,8 @@ def choose_run(args):
         while Path(args.out).exists():
             args.out, i = f"runs/{args.method}-{i}", i + 1
         args.out = common.gather_objects(args.out)[0]
-    facts = {name: value for name, value in vars(args).items() if name not in OF_A_MACHINE}
-    for name in WITH_DIRECTORY:
-        facts[name] = re.sub("[^:]*/", "", facts[name] or "")  # "/a/0.tar::/b/1.tar": 0.tar::1.tar
-    common.check_ranks({common.flag_of(name): value for name, value in facts.items()})
+    common.check_ranks({common.flag_of(name): value for name, value in vars(args).items()
+                        if name not in PATHS})
     out, is_run = Path(args.out), False
     with contextlib.suppress(UserError):  # no config: killed before it saved, begin anew
         is_run = "argv" in common.read_config(out)
@@ -542,7 +509,7 @@ def claim_run(args):
     The lock is taken before train() reads or writes anything there. A new directory is removed if
     the run fails, or a signal ends it, before it logs or saves a step.
     """
-    out = None if args.dry_run or args.bench else choose_run(args)
+    out = None if args.dry_run else choose_run(args)
     if out is None or this_rank()[0] > 0:
         yield None
         return
@@ -599,10 +566,9 @@ def write_run(args, tokenizer, out, step):
 def announce(args, data, model, tokenizer, device, progress):
     """Print what begins. Raises UserError if the vocabulary does not fit the captions."""
     params = sum(p.numel() for p in model.parameters()) / 1e6
-    ranks, threads = this_rank()[1], torch.get_num_threads()
     print(f"{args.out}: --method {args.method} --preset {args.preset}")
-    print(f"{params:.1f} M parameters on {device}, {ranks} process{'es' if ranks > 1 else ''}, "
-          f"{threads} thread{'s' if threads > 1 else ''} and --workers {args.workers} each")
+    print(f"{params:.1f} M parameters on {device}; ranks: {this_rank()[1]}; of each rank: threads: "
+          f"{torch.get_num_threads()}, --workers {args.workers}")
     if args.resume:
         print(f"The run continues after step {progress.step} of {args.steps}.")
     if isinstance(data, common.CaptionTable):
@@ -625,38 +591,24 @@ def checkpoint_size(args, model):
 
 
 def check_vocabulary(args, data, tokenizer):
-    """Print what the model does not see of captions. Raises UserError if the vocabulary lacks most
-    of their tokens."""
-    rows = [tokenizer.encode(caption) for caption in data.sample_captions(CHECKED)]
-    ids = [i for row in rows for i in row[1:-1]]
-    context = common.encoder_settings(args.text_encoder, common.TEXT_ENCODERS)[1]["context"]
-    counts = {"captions": len(rows), "cut_captions": sum(len(row) > context for row in rows),
-              "tokens": len(ids), "unknown_tokens": ids.count(tokenizer.unk)}
-    if counts["unknown_tokens"] > len(ids) / 2:
-        raise UserError(f"{counts['unknown_tokens'] / len(ids):.0%} of the captions' tokens are "
-                        "[UNK], which the vocabulary lacks: give another --vocab FILE.")
-    evaluation.print_unseen(counts, context)
+    """Raise UserError if the vocabulary lacks most tokens of the captions."""
+    captions = data.sample_captions(CHECKED)
+    ids = [i for caption in captions for i in tokenizer.encode(caption)[1:-1]]
+    unknown = ids.count(tokenizer.unk) / max(1, len(ids))
+    if unknown > 0.5:
+        raise UserError(f"{unknown:.0%} of the captions' tokens are [UNK], which the vocabulary "
+                        "lacks: give another --vocab FILE.")
 
 
 class Log:
-    """log.jsonl, and what rank 0 shows of it: a bar on a terminal, else a line now and then."""
+    """log.jsonl, and what rank 0 prints of it now and then."""
 
     def __init__(self, args, out, step):
-        self.warned, self.steps, self.last_line = set(), args.steps, -math.inf
-        self.last = {}  # the record of the last line
-        self.title = args.method
-        # disable=None: tqdm shows the bar on a terminal only
-        self.bar = tqdm(total=args.steps, initial=step, desc=args.method, unit="step",
-                        mininterval=1, disable=None if out else True)
+        self.args, self.warned, self.printed = args, set(), -math.inf
+        self.last = 0  # the step of the last line
         if out:
             self.path = out / "log.jsonl"
             self.cut(step)
-
-    def begin_stage(self, number, steps):
-        if steps < self.steps:  # there are other stages
-            self.title = f"{self.title.partition(',')[0]}, stage {number}"
-            self.last_line = -math.inf
-            self.bar.set_description(self.title)
 
     def cut(self, step):
         """Keep the lines up to the step; a killed run may have written half of the last line."""
@@ -667,16 +619,9 @@ class Log:
             with common.explained((ValueError, TypeError, KeyError), what):
                 if line.endswith(b"\n") and (record := json.loads(line))["step"] <= step:
                     kept.append(line)
-                    self.last = record
+                    self.last = record["step"]
         with common.replacing(self.path) as file:
             file.writelines(kept)
-
-    def lacks(self, record):
-        """Whether the line of a record is due, which rank 0 knows."""
-        end, step = self.last.get("step", 0), record.get("step", 0)
-        if error := self.last.get("evaluation_error"):
-            print_once(f"note: no evaluation after step {end}, where it ended the run: {error}")
-        return end < step
 
     def write(self, record, warning):
         """Append a step's record; print each warning once."""
@@ -686,13 +631,14 @@ class Log:
             file.write(json.dumps(plain, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())  # before the next checkpoint, which counts on it
-        self.bar.set_postfix(loss=record["loss"], images_per_s=record["images_per_s"])
-        if self.bar.disable and (time.monotonic() > self.last_line + 10 or step == self.steps):
-            self.last_line = time.monotonic()
-            print(f"{self.title}: step {step}/{self.steps}  loss {record['loss']:.4g}  "
-                  f"lr {record['lr']:.3g}  {record['images_per_s']:.0f} images/s", flush=True)
+        args, rate = self.args, record["images_per_s"]
+        if time.monotonic() > self.printed + 10 or step == args.steps:
+            self.printed = time.monotonic()
+            minutes = (args.steps - step) * args.batch / rate / 60
+            print(f"{args.method}: step {step}/{args.steps}  loss {record['loss']:.4g}  lr "
+                  f"{record['lr']:.3g}  {rate:.0f} images/s  {minutes:.0f} min left", flush=True)
         if warning and warning not in self.warned:
-            self.bar.write(f"warning at step {step}: {warning}")
+            print(f"warning at step {step}: {warning}")
             self.warned.add(warning)
 
 
@@ -727,9 +673,6 @@ def open_training_data(args, method):
     is_table = isinstance(data, common.CaptionTable)
     if isinstance(data, common.World):
         image_size = data.size
-        if args.image_size not in (None, image_size):
-            raise UserError(f"--image-size {args.image_size} is not the size of {args.data}: "
-                            "leave out one of them.")
     args.image_size = image_size
     if args.flip is None:
         args.flip = 0.0 if content == "caption" else 0.5
@@ -795,20 +738,17 @@ def opens_early(args, model):
     """Whether the data to evaluate on are opened before the training, so that an error in them
     costs no time. Otherwise --data are opened for the evaluation only after the training, because
     a table would be in memory twice."""
-    return bool(args.eval_data or args.eval_every or by_knn(model)) and not args.bench
+    return bool(args.eval_data or args.eval_every or by_knn(model))
 
 
 @common.rank_0_prints()
 def open_evaluation(args, model):
     """The data of the run's own evaluation, or None if no task can use them. Raises UserError
     instead of returning None if --eval-data or --eval-every is given."""
-    options, with_text = evaluation.options_of({}, args), model.encode_text is not None
-    remedy = "" if with_text else (". k-NN learns from the classes of --data. If --data have none, "
-                                   "leave out --eval-data, then run eval.py RUN --data TEST "
-                                   "--train-data TRAIN")
-    data = None
+    options, data = evaluation.options_of({}, args), None
     try:
-        with common.explained(UserError, "No evaluation", remedy):
+        with common.explained(UserError, "No evaluation"):
+            with_text = model.encode_text is not None
             opened = evaluation.open_eval_set(options, args.image_size, with_text)
             evaluation.tasks_to_run(options, opened, model)
             pairs = opened.labelled or opened.captioned
@@ -883,9 +823,6 @@ def initial_encoders(args, method, tokenizer):
 
 def save_memory(args, model):
     """Apply --grad-checkpoint and --accum-freq to all encoders, a teacher's included."""
-    if args.grad_checkpoint and isinstance(model.image_encoder, common.ResNet):
-        raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT; {args.image_encoder} "
-                        f"has none: leave the flag out, or lower --batch.")
     for module in model.modules():
         if isinstance(module, common.Blocks):
             module.grad_checkpoint = args.grad_checkpoint
@@ -936,17 +873,17 @@ def open_loader(args, data, transform, tokenizer, model, progress, device, stop)
     messages = read_in_workers(stream, args.workers, ahead)
     batch = None
     for number in itertools.count(progress.step):
-        if not stop.error:
-            try:
-                parts = itertools.islice(messages, stream.parts)
-                parts = [to_device(part, device) for part in parts]
-                batch = to_device(stream.join(parts, number), device)
-                if number == 0 and not args.bench:
-                    check_first_batch(args, batch)
-            except common.DiskError as error:
-                if batch is None or args.bench:
-                    raise
-                stop.fail(error)
+        try:
+            parts = itertools.islice(messages, stream.parts)
+            parts = [to_device(part, device) for part in parts]
+            batch = to_device(stream.join(parts, number), device)
+        except common.DiskError as error:
+            if batch is None:
+                raise
+            stop.fail(error)
+            yield from itertools.repeat(batch)
+        if number == 0:
+            check_first_batch(args, batch)
         yield batch
 
 
@@ -959,9 +896,8 @@ def check_first_batch(args, batch):
     samples = sum(ranks, [])
     again = len(samples) - len(set(samples))
     if again:
-        workers = " or --workers" if args.workers > 1 else ""
         raise UserError(f"{again} of the {args.batch} samples of the first batch are in it twice: "
-                        f"lower --batch{workers}, give more data, or mend images that cannot be "
+                        "lower --batch or --workers, give more data, or mend images that cannot be "
                         "read.")
 
 
@@ -998,8 +934,8 @@ def read_in_workers(dataset, workers, ahead=2):
                 raise
             if waited >= FIRST_NOTE and (waited - FIRST_NOTE) % NEXT_NOTE < LOOK:
                 turn = received % workers  # workers send batches in turn
-                tqdm.write(f"note: rank {this_rank()[0]} has had no batch for {waited:.0f} s. "
-                           f"It waits for {awaited(turn, batches._workers[turn].pid)}")
+                print(f"note: rank {this_rank()[0]} has had no batch for {waited:.0f} s. "
+                      f"It waits for {awaited(turn, batches._workers[turn].pid)}")
             continue
         waited, received = 0, received + 1
         yield batch
@@ -1194,14 +1130,11 @@ class Progress:
 
     def state(self, workers):
         """What a checkpoint keeps. Every rank must call it."""
+        state = vars(self) | {"workers": workers, "part": common.Stream.part}
         cuda_rng = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         local = {"rng": torch.get_rng_state(), "cuda_rng": cuda_rng,
-                 "positions": self.positions, "skipped": self.skipped}
-        return {"step": self.step, "samples": self.samples, "stage": self.stage,
-                "order": self.order, "workers": workers, "data": self.data, "words": self.words,
-                "boxes": self.boxes, "part": common.Stream.part, "seed": self.seed,
-                "record": self.record,
-                "ranks": common.gather_objects(local)}
+                 "positions": state.pop("positions"), "skipped": state.pop("skipped")}
+        return state | {"ranks": common.gather_objects(local)}
 
     def restore(self, state, workers):
         """Continue from a checkpoint's state, with this rank's random numbers.
@@ -1310,16 +1243,15 @@ class Stop:
     def fail(self, error):
         self.noted, self.error = self.FAILED, str(error)
 
-    def is_due(self):
-        """Whether to ask after this step. A GPU waits while ranks ask, so they ask rarely."""
-        self.left -= 1
-        return self.left <= 0 or not dist.is_initialized()
-
-    def agreed(self, device):
-        """The signal that any rank has noted, or 0. Every rank must call it after the same step.
-        The ranks also agree after how many steps they ask again, by the slowest rank's clock."""
+    def agreed(self, device, is_due):
+        """The signal that any rank has noted, or 0. Every rank must call it after each step. A GPU
+        waits while ranks ask each other, so they ask rarely, and if is_due. They also agree after
+        how many steps they ask again, by the slowest rank's clock."""
         if not dist.is_initialized():
             return self.noted
+        self.left -= 1
+        if self.left > 0 and not is_due:
+            return 0
         now, steps = time.monotonic(), self.steps - max(self.left, 0)
         found = torch.tensor([self.noted, (now - self.asked) / steps], device=device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -1329,10 +1261,9 @@ class Stop:
         return int(noted)
 
 
-def end_early(args, log, step, number, stop):
+def end_early(args, step, number, stop):
     """Say how to continue a run that a signal stopped, and return the signal's number. Raises
     UserError if the disk of a rank failed, or the evaluation at the end."""
-    log.bar.close()
     if number == stop.FAILED:
         error = next(filter(None, common.gather_objects(stop.error)))
         raise UserError(f"{error} Step {step} is saved: start the same command again with --resume "
@@ -1371,9 +1302,8 @@ class Clock:
     def rates(self, batch_size):
         total = self.seconds(self.start, self.now())
         waited = sum(self.seconds(*wait) for wait in self.waits)
-        process_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {"images_per_s": len(self.waits) * batch_size / total, "data_share": waited / total,
-                "peak_memory_bytes": torch.cuda.max_memory_allocated() or process_memory}
+                "peak_memory_bytes": torch.cuda.max_memory_allocated()}  # 0 on a CPU
 
 
 LEAST_SCALE = 2.0**-100  # the loss scale of fp16 after more than 100 skipped updates in a row
@@ -1415,17 +1345,12 @@ def warning(args, data, model, scaler, record):
     if scaler.get_scale() < 1:
         return ("gradients overflow in fp16, and updates are skipped: if this goes on, nothing is "
                 "learned and the run ends")
-    return model.warn(record) or lost_samples(args, data, record)
-
-
-def lost_samples(args, data, record):
-    """A warning if more than a tenth of the samples were skipped, or None."""
     skipped = record.get("skipped", {})
     lost, used = sum(skipped.values()), record["step"] * args.batch
     if isinstance(data, common.CaptionTable):  # whose broken rows are counted at the start
         used = max(used, len(data))
     if lost <= 0.1 * (lost + used):
-        return None
+        return model.warn(record)
     return (f"more than a tenth of the samples are skipped, most of them for this reason: "
             f"{max(skipped, key=skipped.get)} (counts are in log.jsonl)")
 
@@ -1480,7 +1405,7 @@ def label_texts(labels, classes):
 
 
 @common.rank_0_prints()
-def evaluate_unnoticed(args, embedder, eval_data, log, step):
+def evaluate_unnoticed(args, embedder, eval_data, step):
     """The metrics of --eval-every; the most important ones are printed. A model with neither
     captions nor classes is evaluated by k-NN alone, because a linear probe takes long. The
     evaluation does not change the random numbers of the training."""
@@ -1492,31 +1417,26 @@ def evaluate_unnoticed(args, embedder, eval_data, log, step):
     embedder.model.train()
     names = [name for name in metrics if "/" not in name or name.endswith("R@1")]
     shown = ", ".join(f"{name} {metrics[name]:.3f}" for name in names)
-    log.bar.write(f"step {step}: {shown}")
+    print(f"step {step}: {shown}")
     return metrics
 
 
 def end_step(args, data, embedder, eval_data, log, progress, scaler):
     """Evaluate after a logged step if that is due, then write the step's line. The line says that
-    the step is done: if the line is missing, the resumed run calls this function. After an error
-    the line says why it has no metrics, and the resumed run does not evaluate again. Every rank
-    must call it."""
-    record, write = progress.record, log.write if this_rank()[0] == 0 else lambda *_: None
+    the step is done: if the line is missing, the resumed run calls this function. Every rank must
+    call it."""
+    record = progress.record
     if progress.due(args.eval_every) and record["step"] == progress.step:
-        try:
-            record = record | evaluate_unnoticed(args, embedder, eval_data, log, progress.step)
-        except Exception as error:
-            write(record | {"evaluation_error": str(error)}, None)
-            raise
-    write(record, warning(args, data, embedder.model, scaler, record))
+        record = record | evaluate_unnoticed(args, embedder, eval_data, progress.step)
+    if this_rank()[0] == 0:
+        log.write(record, warning(args, data, embedder.model, scaler, record))
 
 
 @common.rank_0_prints()
-def finish(args, log, embedder, eval_data, progress):
+def finish(args, embedder, eval_data, progress):
     """Print what the workers of all ranks skipped, evaluate on all ranks, draw on rank 0, and say
     where the results are -> which tasks failed and what could not be written, in words. Every rank
     must call it."""
-    log.bar.close()
     every_rank = common.gather_objects(common.total_skipped(progress.skipped.values()))
     if skipped := common.describe_skipped(common.total_skipped(every_rank)):
         print(f"skipped {skipped}")
@@ -1543,15 +1463,15 @@ def finish(args, log, embedder, eval_data, progress):
 
 @torch.no_grad()
 def dry_run(args, method, model):
-    """Print what the settings cost, in words and as JSON. A multiply-add is 2 FLOPs."""
+    """Print what the settings cost, in lines and as JSON. A multiply-add is 2 FLOPs."""
     model.eval()  # else, on several GPUs, BatchNorm would gather CPU tensors
-    with contextlib.ExitStack() as stack:
-        if not dist.is_initialized():  # a loss that gets samples of several ranks asks for its own
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            stack.callback(dist.destroy_process_group)
-        of_one, in_batch = forward_flops(args, method, model)
-        batches = [made_up_batch(args, method, model, n) for n in (2, 4)]
-        kept = [kept_bytes(model, batch) for batch in batches]
+    batches = [made_up_batch(args, method, model, n) for n in (2, 4)]
+    flops = [forward_flops(model, batch) for batch in batches]
+    kept = [kept_bytes(model, batch) for batch in batches]
+    # A loss that compares all pairs adds the same number of FLOPs for each sample of the batch. A
+    # detector's images share their queries, so that a larger batch adds nothing.
+    of_one = flops[0] / 2
+    in_batch = of_one + max(0, flops[1] / 4 - of_one) / 2 * (args.batch - 2)
     chance_loss = model.chance_loss(args.batch, batches[0].get("mask"), model.image_encoder.grid**2)
     params = sum(p.numel() for p in model.parameters())
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
@@ -1563,41 +1483,18 @@ def dry_run(args, method, model):
     of_rank = args.batch // args.dry_run
     memory = checkpoint_size(args, model) + summed + (kept[1] - kept[0]) / 2 * of_rank
     record = {"params": params, **words, "flops_per_sample": int(of_one),
-              "multiply_adds_per_sample": int(of_one) // 2,
               "flops_per_sample_in_batch": round(in_batch), "h100_hours": round(hours, 2),
-              "gradient_bytes": summed, "memory_bytes": round(memory), "cores": round(cores, 1),
-              "chance_loss": chance_loss}
-    more = " and what a recomputed block needs" if args.grad_checkpoint else ""
-    print_once(
-        f"parameters: {params / 1e6:.1f} M\n"
-        f"forward pass of a sample: {of_one / 1e9:.4g} GFLOPs, or {of_one / 2e9:.4g} G "
-        f"multiply-adds; {in_batch / 1e9:.4g} GFLOPs in a batch of {args.batch:,}\n"
-        f"one H100 at {H100 / 1e12:.0f} TFLOPs a second: {args.steps:,} steps take at most "
-        f"{hours:,.1f} hours, and {cores:,.1f} cores like this one read {images_per_s:,.0f} JPEGs "
-        f"of 500 x 375 a second\n"
-        f"memory of each of {args.dry_run} GPUs (--dry-run RANKS) in bf16: about "
-        f"{memory / 2**30:,.1f} GiB for {of_rank:,} samples{more}\n"
-        f"ranks sum in a step: {summed / 1e6:,.1f} MB of gradients\n"
-        f"loss of a random guess: {chance_loss:.4g}\n"  # nan: a detector has none
-        f"{json.dumps(common.without_nan(record))}")
+              "cpu_cores": round(cores, 1), "gpu_gib": round(memory / 2**30, 4),
+              "gradient_mb": round(summed / 1e6, 1), "chance_loss": chance_loss}
+    for name, value in record.items():
+        print(f"{name:27}{value:,.12g}")
+    print(json.dumps(common.without_nan(record)))
 
 
-def forward_flops(args, method, model):
-    """The FLOPs of the forward pass of a sample alone, and in a whole batch."""
-    flops = {}
-    for n, ranks in ((2, 1), (4, 1), (2, 2)):  # n samples on each rank
-        batch = made_up_batch(args, method, model, n)
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            model(batch, lambda x: torch.cat([x] * ranks))
-        flops[n, ranks] = counter.get_total_flops() / n
-    # A loss that compares all pairs adds the same number of FLOPs for each sample of the batch, and
-    # FILIP's choice of tokens adds one for each sample of the rank. A detector's images share their
-    # queries, so that a larger batch adds nothing.
-    of_one = flops[2, 1]
-    of_all = (flops[2, 2] - of_one) / 2
-    of_rank = (flops[4, 1] - of_one) / 2 - of_all
-    in_batch = of_one + of_all * (args.batch - 2)
-    return of_one, in_batch + max(0, of_rank) * (args.batch / args.dry_run - 2)
+def forward_flops(model, batch):
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(batch, lambda x: x)
+    return counter.get_total_flops()
 
 
 def kept_bytes(model, batch):
@@ -1626,20 +1523,6 @@ def seconds_per_image(args, method, model):
     for _ in range(10):
         transform(common.open_image(file))
     return (time.process_time() - start) / 10
-
-
-def bench(args, clock, step):
-    """Whether --bench ends after this step. It then prints the rates of its steps, in words and as
-    JSON. The clock starts after the first BENCH_WARMUP steps."""
-    if step == BENCH_WARMUP:
-        clock.reset()
-    if step < BENCH_WARMUP + args.bench:
-        return False
-    rates = clock.rates(args.batch)
-    print_once(f"{rates['images_per_s']:.1f} images per second; {rates['data_share']:.0%} of the "
-               f"time waits for data; peak memory {rates['peak_memory_bytes'] / 2**30:.2f} GiB\n"
-               f"{json.dumps(rates)}")
-    return True
 
 
 def made_up_batch(args, method, model, n):
@@ -1693,8 +1576,6 @@ if __name__ == "__main__":
         stopped_by = next(iter(error.args), signal.SIGINT)
     except Exception as error:
         common.let_rank_0_speak()
-        for bar in list(tqdm._instances):
-            bar.close()  # so that the message begins on its own line
         if isinstance(error, UserError):
             sys.exit(f"error: {error}")
         raise

@@ -8,6 +8,7 @@ import functools
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -102,3 +103,9 @@ def run_of(tmp_path_factory, short_runs):
         return run
 
     return make
+
+
+@pytest.fixture
+def run(run_of, tmp_path):
+    """A copy of run_of("sparc"), which a test may change."""
+    return shutil.copytree(run_of("sparc"), tmp_path / "run")

@@ -392,7 +392,7 @@ def train_until(step, flags):
     """Train for `step` steps, then stop as a signal would stop the run."""
     calls = itertools.count(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.Stop, "agreed", lambda self, device: next(calls) == step)
+        patch.setattr(train.Stop, "agreed", lambda *_: next(calls) == step)
         train.main([str(flag) for flag in flags])
 
 
@@ -406,7 +406,7 @@ def train_on_rank(rank, flags, step=None):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluation, "evaluate_and_show", lambda *arguments: None)
         if step:
-            patch.setattr(train.Stop, "agreed", lambda self, device: next(calls) == step)
+            patch.setattr(train.Stop, "agreed", lambda *_: next(calls) == step)
         return train.train(args, None if rank else Path(args.out), torch.device("cpu"))
 
 

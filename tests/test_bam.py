@@ -487,14 +487,6 @@ def test_boxes_are_found_at_their_steps_and_where_there_are_none(step, has_boxes
     assert progress.needs_boxes(range(2, 8, 3)) == needed and not progress.needs_boxes(())
 
 
-def test_bench_finds_no_boxes_so_that_it_ends(tmp_path, capsys):
-    photos = str(make_photos(tmp_path / "photos"))
-    train.main([*SMALL["bam"], "--data", photos, "--image-size", "16",
-                "--contrastive-crop", "--crop-start", "1", "--crop-every", "1", "--bench", "2",
-                "--steps", "9"])
-    assert "images_per_s" in capsys.readouterr().out
-
-
 def boxes_of_rank(rank, photos):
     """Return find_boxes() for a model whose boxes have the mean of the image as each number."""
     class Model(torch.nn.Module):

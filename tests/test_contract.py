@@ -262,13 +262,6 @@ def test_fields_have_help_and_presets_name_fields(method):
     train.parse_args(["--method", method, *STABLE_FLAGS.split()])
 
 
-def test_bounds_of_settings_name_existing_fields():
-    configs = train.Config, *(method.Settings for method in METHODS.values())
-    fields = {field.name for config in configs for field in dataclasses.fields(config)}
-    known = train.POSITIVE | train.BELOW_ONE | train.AT_MOST_ONE | train.TEXT_FLAGS | train.FIXED
-    assert known - {"method"} <= fields
-
-
 @pytest.mark.parametrize("name, preset", [
     (name, preset) for name in METHODS for preset in METHODS[name].PRESETS])
 def test_presets_have_the_papers_parameters_and_vocabularies(name, preset):

@@ -1,12 +1,7 @@
-"""Fine-tuning of a run's image encoder and a linear head: labels, augmentation, weights, accuracy.
-
-The tests check what is loaded from the run, mixtures of images and labels, the presets, and where
-labels come from.
-"""
+"""Fine-tuning of a run's image encoder and a linear head: labels, augmentation, weights, accuracy."""
 
 import itertools
 import json
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -40,17 +35,12 @@ def changes(**settings):
     return common.Augment(8, **nothing | dict(classes=4) | settings)
 
 
-def test_rand_augment_gets_bytes_from_floats_beyond_0_and_1():
+def test_rand_augment_changes_a_photo_like_the_same_image_in_floats():
     """Bicubic crops of floats overshoot. Equalization would turn 1.02 into 0.02."""
     image = torch.tensor([-0.02, 0.0, 0.5, 1.0, 1.02]).expand(3, 1, 5)
     assert common.to_bytes(image).unique().tolist() == [0, 127, 255]
-    assert common.to_bytes in changes(rand_augment=True).transforms
-    photo = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
-    assert torch.equal(common.to_bytes(photo), photo)
-
-
-def test_rand_augment_changes_a_photo_like_the_same_image_in_floats():
     photo = torch.arange(192, dtype=torch.uint8).reshape(3, 8, 8)
+    assert torch.equal(common.to_bytes(photo), photo)
     for seed in range(10):
         found = []
         for image in (photo, photo / 255):
@@ -125,22 +115,12 @@ def test_fine_tuning_starts_from_the_evaluated_encoder(tmp_path, run_of, name):
     assert [key for key in learned if not torch.equal(encoder[key], learned[key])] == []
 
 
-@pytest.mark.parametrize("name, images, smallest", [
-    ("cifar10", 50_000, 0.05), ("cifar100", 50_000, 0.05), ("flowers", 2040, 0.05),
-    ("pets", 3680, 0.05), ("imagenet", 1_281_167, 0.08)])
-def test_presets_are_those_of_moco_v3s_transfer_and_of_deit(name, images, smallest):
-    """The papers divide a batch among 8 GPUs. Each GPU drops the images that do not fill a batch.
-
-    MoCo-v3's datasets.py crops and flips images. DeiT's also has RandAugment and erasing.
-    """
-    args = train.parse_args(["--method", "classifier", "--preset", name, "--data", "folders"])
-    epoch = math.ceil(images / 8) // (args.batch // 8)
-    epochs, warmup = (150, 5) if name == "imagenet" else (100, 3)
-    assert (args.steps, args.warmup) == (epochs * epoch, warmup * epoch)
-    found = bam.augmentation(args)
-    of_deit = name == "imagenet"
-    assert found["min_scale"] == smallest and found["rand_augment"] == of_deit
-    assert found["erasing"] == (0.25 if of_deit else 0)
+@pytest.mark.parametrize("name, smallest, is_deit", [("pets", 0.05, False), ("imagenet", 0.08, True)])
+def test_images_are_changed_as_moco_v3_and_deit_change_them(name, smallest, is_deit):
+    """MoCo-v3's datasets.py crops and flips images. DeiT's also has RandAugment and erasing."""
+    found = bam.augmentation(train.parse_args(["--method", "classifier", "--preset", name]))
+    assert found["min_scale"] == smallest and found["rand_augment"] == is_deit
+    assert found["erasing"] == (0.25 if is_deit else 0)
 
 
 def test_sincos_positions_are_trained_without_weight_decay():
@@ -204,32 +184,33 @@ def test_a_classifier_learns_classes_and_eval_py_measures_them(tmp_path, capsys)
     evaluation.main([run, "--data", spec, "--classes", str(tmp_path / "names.txt")])
 
 
-def test_classification_equals_values_computed_by_hand():
-    """Two of three classes have images: three and one."""
-    predicted, labels = torch.tensor([0, 2, 0, 1]), [0, 0, 0, 2]
-    config = SimpleNamespace(classes=list("abc"), data="0.tar")    # learned from numbers, too
-    model = SimpleNamespace(config=config, class_scores=one_hot(predicted, 3))
+def classified(classes, predicted, labels, **settings):
+    """The metrics of a classifier, and a function that compares its classes with the data's."""
+    options = SimpleNamespace(classes=settings.get("lines"), data="x")
+    config = SimpleNamespace(classes=classes, data=settings.get("learned", "folders"))
+    scores = one_hot(torch.tensor(predicted), len(classes))
+    model = SimpleNamespace(config=config, class_scores=scores)
     embed = SimpleNamespace(model=model, encode_pairs=lambda pairs, encode: (encode, labels))
-    data = evaluation.EvalSet(labelled=lambda purpose: [])
-    result = evaluation.classification(embed, data, SimpleNamespace(classes=None))
-    assert evaluation.to_float(result["classification"]) == 2 / 4
-    assert result["classification/mean_per_class"] == (pytest.approx((2 / 3 + 0) / 2), 1 / 3)
+    data = evaluation.EvalSet(labelled=lambda purpose: [], groups=settings.get("groups"))
+    metrics = evaluation.classification(embed, data, options)
+    return evaluation.to_float(metrics["classification"]), metrics["classification/mean_per_class"]
 
 
-@pytest.mark.parametrize("groups, lines", [(None, "C\na\nb_b\n"),
-                                           ({"": (None, ["c", "a", "b_b"])}, None)])
-def test_a_classifier_knows_classes_by_their_names(tmp_path, groups, lines):
+def test_classification_equals_values_computed_by_hand():
+    """Two of three classes have images: three and one. The model learned from numbers, too."""
+    found = classified([*"abc"], [0, 2, 0, 1], [0, 0, 0, 2], learned="0.tar")
+    assert found == (2 / 4, (pytest.approx((2 / 3 + 0) / 2), 1 / 3))
+
+
+@pytest.mark.parametrize("names, data", [("C\na\nb_b\n", {}),
+                                         ("", {"groups": {"": (None, ["c", "a", "b_b"])}})])
+def test_a_classifier_knows_classes_by_their_names(tmp_path, names, data):
     """Label i of shards is line i of --classes, or folder i."""
-    (tmp_path / "names").write_text(lines or "")
-    options = SimpleNamespace(classes=lines and str(tmp_path / "names"), data="x")
-    config = SimpleNamespace(classes=["a", "b b", "c"], data="folders")
-    model = SimpleNamespace(config=config, class_scores=one_hot(torch.tensor([2, 0, 1]), 3))
-    embed = SimpleNamespace(model=model, encode_pairs=lambda pairs, encode: (encode, [0, 1, 2]))
-    data = evaluation.EvalSet(labelled=lambda purpose: [], groups=groups)
-    assert evaluation.to_float(evaluation.classification(embed, data, options)["classification"]) == 1
-    config.classes = ["a", "b", "d"]
+    write_files(tmp_path, {"names": names})
+    data |= {"lines": str(tmp_path / "names")} if names else {}
+    assert classified(["a", "b b", "c"], [2, 0, 1], [0, 1, 2], **data)[0] == 1
     with pytest.raises(UserError, match="has learned 3 classes, a, b, d, ...; x has .* --classes"):
-        evaluation.learned_classes(options, data, model)
+        classified(["a", "b", "d"], [2, 0, 1], [0, 1, 2], **data)
 
 
 def test_labels_come_from_shards_folders_and_the_world(tmp_path):
@@ -248,24 +229,6 @@ def test_labels_come_from_shards_folders_and_the_world(tmp_path):
         assert f"/{table.classes[sample.value]}/" in sample.file == table.path(sample.number)
     sample = world.sample(4, "train", common.mix_seed(0, 0, 0, 0), 1)         # the stream's seed
     assert torch.equal(batch["labels"], sample["scene"]["shape"][:, 0])
-
-
-@pytest.mark.parametrize("flags, message", [
-    ("--data table.csv", "table.csv has no labels: give class folders"),
-    ("--data 000.tar", "classes of 000.tar have no names: give --classes FILE .* label 0 first"),
-    ("--data 000.tar --classes two.txt --label-fraction 0.1", "needs class folders"),
-    ("--data data --classes two.txt", "classes of data are blue, green, red; --classes or"),
-    ("--vocab two.txt", "--vocab has no effect on this objective: leave"),
-    ("--finetune data", "data/config.json cannot be read: No such file"),
-])
-def test_errors_of_a_classifier_name_the_remedy(tmp_path, monkeypatch, flags, message):
-    monkeypatch.chdir(tmp_path)
-    make_folders(tmp_path / "data", n=1)
-    write_shards(tmp_path, [8], labels=2)
-    write_files(tmp_path, {"table.csv": "filepath,title\n0.jpg,a cat\n", "one.txt": "odd",
-                           "two.txt": "odd\neven"})
-    with pytest.raises(UserError, match=message):
-        train_alone([*SMALL["classifier"], *flags.split(), "--out", "run"])
 
 
 def test_sgd_equals_nesterovs_update_rule():

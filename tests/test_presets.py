@@ -6,6 +6,7 @@ OURS names the settings of a preset about which the paper and the authors' code 
 
 import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -191,18 +192,22 @@ def test_sparcs_swept_settings_are_values_of_the_sweeps():
         assert vars(args)[name] in values
 
 
-def test_toy_presets_have_the_settings_that_the_docstrings_name():
-    """sparc.py: sigma .9, lambda_f .1, lr 2e-3, a residual h_v. stair.py: AdamW, lr_3 of stage 1.
+BOUNDS = {
+    "> 0": """vocab_size image_size crop_scale epochs batch log_every save_every accum_freq embed_dim
+        init_scale filip_keep mgca_prototypes L V D grp_size bottleneck codes out_dim head_width
+        head_bottleneck student_temp teacher_temp local_size crop_least crop_border tau tau_b
+        sinkhorn_iters projector_width projector_dim crop_every crop_alpha""",
+    "< 1": "beta2 smoothing drop_path", "< 9e18": "seed",
+    "<= 1": """crop_scale flip sigma filip_keep center_momentum ema crop_least crop_border
+        crop_threshold share_1 share_2 ramp erasing"""}
 
-    bam.py: no teacher, no ContrastiveCrop. RESULTS.md names them.
-    """
-    tiny = {name: train.parse_args(["--method", name]) for name in ROWS}
-    sparc_args, stair_args, bam_args = tiny["sparc"], tiny["stair"], tiny["bam"]
-    assert (sparc_args.sigma, sparc_args.lambda_f, sparc_args.lr) == (0.9, 0.1, 2e-3)
-    assert sparc_args.h_v == "residual" and sparc_args.steps == 1200
-    assert (stair_args.optimizer, stair_args.lr_3, stair_args.revive_until) == ("adamw", 1.0, 3)
-    assert not bam_args.teacher and not bam_args.contrastive_crop and bam_args.local_crops == 2
-    assert (tiny["sparo"].L, tiny["sparo"].V, tiny["sparo"].D) == (32, 16, 16)
+
+@pytest.mark.parametrize("config", [
+    train.Config, *(method.Settings for method in evaluation.METHODS.values())])
+def test_help_has_the_bounds_of_settings(config):
+    for name, help in common.comments_of(config).items():
+        found = {f"{sign} {bound}" for sign, bound in re.findall(r"(>|<=?) (\S*\d)", help)}
+        assert found == {bound for bound, names in BOUNDS.items() if name in names.split()}, name
 
 
 def default(function, name):
@@ -231,29 +236,22 @@ def test_constants_are_those_of_their_sources(found, paper, source):
     assert found == pytest.approx(paper) if isinstance(paper, float) else found == paper, source
 
 
-@pytest.mark.parametrize("name, sizes", [  # ViT, Table 1; DeiT, Table 1; CLIP, Table 20
-    ("ViT-S/16", (384, 12, 6, 16)), ("ViT-B/32", (768, 12, 12, 32)),
-    ("ViT-B/16", (768, 12, 12, 16)), ("ViT-L/14", (1024, 24, 16, 14)),
-    ("clip-b32", (768, 12, 12, 32)), ("clip-b16", (768, 12, 12, 16)),
-    ("clip-l14", (1024, 24, 16, 14))])
-def test_image_encoders_have_their_papers_sizes(name, sizes):
-    found = common.encoder_settings(name, common.IMAGE_ENCODERS)[1]
-    assert tuple(found[key] for key in ("width", "depth", "heads", "patch_size")) == sizes
-    is_clip = name.startswith("clip")
-    expected = (1e-5, True, False, True) if is_clip else (1e-6, False, True, False)
-    assert tuple(found[key] for key in ("eps", "pre_norm", "patch_bias", "cls")) == expected
-    assert found["image_size"] == 224 and not found["quick_gelu"]
-
-
-@pytest.mark.parametrize("name, sizes", [
-    ("12x512", (512, 12, 8)), ("12x768", (768, 12, 12)), ("clip-b32", (512, 12, 8)),
-    ("clip-b16", (512, 12, 8)), ("clip-l14", (768, 12, 12))])
-def test_text_encoders_have_their_papers_sizes(name, sizes):
-    found = common.encoder_settings(name, common.TEXT_ENCODERS)[1]
-    assert tuple(found[key] for key in ("width", "depth", "heads")) == sizes
-    is_clip = name.startswith("clip")
-    expected = (49_408, True) if is_clip else (30_522, False)
-    assert (found["vocab_size"], found["causal"]) == expected and found["context"] == 77
+@pytest.mark.parametrize("name, width, depth, heads, patch_size", [
+    ("ViT-S/16", 384, 12, 6, 16), ("ViT-B/32", 768, 12, 12, 32), ("ViT-B/16", 768, 12, 12, 16),
+    ("ViT-L/14", 1024, 24, 16, 14), ("clip-b32", 768, 12, 12, 32), ("clip-b16", 768, 12, 12, 16),
+    ("clip-l14", 1024, 24, 16, 14), ("12x512", 512, 12, 8, None), ("12x768", 768, 12, 12, None),
+    ("clip-b32", 512, 12, 8, None), ("clip-b16", 512, 12, 8, None), ("clip-l14", 768, 12, 12, None)])
+def test_encoders_have_their_papers_sizes(name, width, depth, heads, patch_size):
+    """ViT, Table 1; DeiT, Table 1; CLIP, Table 20. A text encoder has no patches."""
+    kinds = common.IMAGE_ENCODERS if patch_size else common.TEXT_ENCODERS
+    found, is_clip = common.encoder_settings(name, kinds)[1], name.startswith("clip")
+    expected = dict(width=width, depth=depth, heads=heads)
+    if patch_size:
+        expected |= dict(patch_size=patch_size, eps=1e-5 if is_clip else 1e-6, pre_norm=is_clip,
+                         patch_bias=not is_clip, cls=is_clip, image_size=224, quick_gelu=False)
+    else:
+        expected |= dict(vocab_size=49_408 if is_clip else 30_522, causal=is_clip, context=77)
+    assert expected == {key: found[key] for key in expected}
 
 
 @pytest.mark.parametrize("name, preset, parameters, batch, steps, lr, weight_decay", [

@@ -168,7 +168,7 @@ def moving_squares():
     return ids
 
 
-def test_objects_of_a_video_in_davis_folders(tmp_path):
+def test_objects_of_a_video_in_davis_folders(tmp_path, capsys):
     """Enlarged maps have round corners: 4 + 3 + 2 + 1 of a square's 400 pixels are lost at each.
     Where an object is hidden, and nothing is found, J and F are 1."""
     write_video(tmp_path, "squares", moving_squares())
