@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import gelu, normalize
-from torchvision.models.resnet import Bottleneck, ResNet
 
 import common
 import eval as evaluation
@@ -128,19 +127,16 @@ def test_weights_that_are_no_finite_floats_are_refused_wherever_they_are_loaded(
         common.load_clip_parts(model, parts | {"text_projection": parts["visual.proj"] / 0})
 
 
-def test_a_clip_with_clips_words_needs_clips_vocabulary():
+def test_a_clip_needs_clips_vocabulary_and_openais_needs_quick_gelu_in_both_encoders():
     encoders = tiny_vit(**CLIP_IMAGE), tiny_text(causal=True, vocab_size=49408)
     state = clip_names(*map(random_weights, encoders))
     with pytest.raises(UserError, match="the file expects CLIP's tokens: give --vocab bpe_simple"):
         common.load_clip(encoders, state, common.WordPiece(common.SPECIAL_TOKENS))
     common.load_clip(encoders, state, common.BPE(["#version: 0.2", "a t</w>"]))
-
-
-@pytest.mark.parametrize("image, text", [(True, False), (False, True)])
-def test_openais_weights_need_quick_gelu_in_both_encoders(image, text):
-    encoders = tiny_vit(quick_gelu=image), tiny_text(causal=True, quick_gelu=text)
-    with pytest.raises(UserError, match="add :quick_gelu=1 to both encoders"):
-        common.load_clip(encoders, NUMBERS, None)
+    for image, text in ((True, False), (False, True)):
+        encoders = tiny_vit(quick_gelu=image), tiny_text(causal=True, quick_gelu=text)
+        with pytest.raises(UserError, match="add :quick_gelu=1 to both encoders"):
+            common.load_clip(encoders, NUMBERS, None)
 
 
 @pytest.mark.parametrize("preset, heads, parameters", [
@@ -392,22 +388,6 @@ def test_torch_traces_exports_and_quantises_encode_image(name, monkeypatch):
         assert (small.encode_image(images) * expected).sum(1).min() > 0.99
 
 
-def test_bam_starts_from_a_resnet_of_dino_with_imagenets_pixels(tmp_path, monkeypatch):
-    """Each stage of the ResNet has one block, which takes a third of the time."""
-    monkeypatch.setitem(common.RESNET_PRESETS, "ResNet-50", {"blocks": (1, 1, 1, 1)})
-    with shapes_alone():
-        shapes = ResNet(Bottleneck, [1, 1, 1, 1]).state_dict()
-    state = {name: torch.full(x.shape, 0.1) for name, x in shapes.items() if "fc." not in name}
-    torch.save(state, tmp_path / "dino_resnet50_pretrain.pth")
-    args = train.parse_args(["--method", "bam", "--image-encoder", "ResNet-50", "--init-weights",
-                             str(tmp_path / "dino_resnet50_pretrain.pth")])
-    (encoder, _), _ = train.initial_encoders(args, train.METHODS["bam"], None)
-    assert all(torch.equal(encoder.state_dict()[name], x.to(encoder.state_dict()[name].dtype))
-               for name, x in state.items())
-    constants = torch.stack([*encoder.pixels.buffers()]).squeeze()
-    assert torch.equal(constants, torch.tensor(IMAGENET_PIXELS))
-
-
 def snippet(name):
     """Return a method's lines for another project: run once, for each batch, for each update.
 
@@ -524,54 +504,3 @@ def test_the_lines_for_other_projects_train_all_parameters(name):
     changed = [key for key, p in model.named_parameters() if not torch.equal(p, before[key])]
     assert changed == list(before)
     assert name == "bam" or known["model"].logit_scale <= math.log(100) + 1e-6
-
-
-class Gpt2(nn.Module):
-    """What the captioning lines use of Hugging Face's class GPT2LMHeadModel."""
-
-    def __init__(self):
-        super().__init__()
-        self.config, self.embedding = SimpleNamespace(n_embd=5), nn.Embedding(30, 5)
-        self.crossattention = nn.Linear(5, 5)
-
-    @classmethod
-    def from_pretrained(cls, name, add_cross_attention):
-        assert add_cross_attention
-        return cls()
-
-    def forward(self, ids, attention_mask, labels, encoder_hidden_states):
-        read = self.crossattention(encoder_hidden_states).mean(1, keepdim=True)     # (B, 1, 5)
-        scores = (self.embedding(ids) + read) @ self.embedding.weight.T             # (B, L, 30)
-        loss = nn.functional.cross_entropy(scores[:, :-1].transpose(1, 2), labels[:, 1:])
-        return SimpleNamespace(loss=loss)
-
-    def generate(self, ids, encoder_hidden_states, max_new_tokens):
-        assert ids.shape == (len(encoder_hidden_states), 1)
-        return ids.expand(-1, 1 + max_new_tokens)
-
-
-def test_the_captioning_lines_of_sparc_train_cross_attention_alone():
-    text = (ROOT / "sparc.py").read_text()
-    block = next(block for block in re.findall(r"(?:#[^\n]*\n)+", text) if "GPT2LM" in block)
-    lines = [line[6:] for line in block.splitlines() if line.startswith("#     ")]
-    assert len(block.splitlines()) <= 25
-    parts = {when: "\n".join(line for line in lines if line.endswith(f"# {when}"))
-             for when in ("once", "update", "caption")}
-    batch = "\n".join(line for line in lines if not line.endswith(("once", "update", "caption")))
-    embedder = SimpleNamespace(model=tiny_model("sparc"))
-    schedule = lambda optimizer, warmup, steps: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    known = {"torch": torch, "nn": nn, "GPT2LMHeadModel": Gpt2,
-             "get_cosine_schedule_with_warmup": schedule,
-             "eval": SimpleNamespace(load_run=lambda run: [embedder])}
-    exec(parts["once"], known)
-    modules = {name: known[name] for name in ("lm", "model", "into_lm")}
-    before = {f"{name}.{key}": p.clone() for name, module in modules.items()
-              for key, p in module.named_parameters()}
-    sample = make_batch()
-    known |= {"images": sample["images"], "ids": sample["tokens"], "mask": sample["mask"].long()}
-    exec(batch + "\n" + parts["update"] + "\n" + parts["caption"], known)
-    changed = [f"{name}.{key}" for name, module in modules.items()
-               for key, p in module.named_parameters() if not p.equal(before[f"{name}.{key}"])]
-    assert changed == ["lm.crossattention.weight", "lm.crossattention.bias", "into_lm.weight",
-                       "into_lm.bias"]
-    assert known["captions"].shape == (4, 21) and (known["labels"] == -100).sum() == 14
