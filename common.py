@@ -71,7 +71,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import ExifTags, Image
 from torch import nn
-from torch.distributed.nn.functional import all_reduce
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, get_worker_info
@@ -330,10 +329,10 @@ class BatchNorm(nn.BatchNorm2d):
 
         precise = x.to(torch.promote_types(x.dtype, torch.float32))          # float64 stays
         var, own = torch.var_mean(precise, (0, 2, 3), correction=0)          # (C,), (C,)
-        mean = all_reduce(own) / dist.get_world_size()               # (C,)
+        mean = SumOverRanks.apply(own) / dist.get_world_size()               # (C,)
         # The total variance is the mean variance within ranks plus the variance between ranks.
         variance = var + (own - mean).square()
-        variance = all_reduce(variance) / dist.get_world_size()      # (C,)
+        variance = SumOverRanks.apply(variance) / dist.get_world_size()      # (C,)
         with torch.no_grad():
             # Each channel has n values. The factor n / (n - 1) makes the running variance unbiased,
             # as in torch.
@@ -2157,7 +2156,7 @@ def file_holds(name, field):
 def has_splits(spec):
     """Whether the rows of a SPEC are of several splits: those of a table, or of Karpathy's JSON."""
     name = parse_spec(spec)[0]
-    if not name.lower().endswith(TABLES) or not look_at(name):
+    if not name.lower().endswith(TABLES) or look_at(name) != "file":
         return file_holds(name, "split")
     reading = explained((OSError, UnicodeError), f"Cannot read {name}")
     with reading, open(name, newline="", encoding="utf-8-sig") as file:
@@ -2994,6 +2993,22 @@ def let_rank_0_speak():
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM then ends the process
         time.sleep(10)
+
+
+class SumOverRanks(torch.autograd.Function):
+    """x of each rank -> the sum over all ranks. The backward pass sums the gradients that all ranks
+    have for the sum; DDP averages later. torch's all_reduce has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        # all_reduce writes into its tensor, and autograd may use the same tensor elsewhere
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return SumOverRanks.forward(ctx, gradient)
 
 
 def gather_objects(value):

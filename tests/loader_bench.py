@@ -24,7 +24,7 @@ import common
 
 LATENCY, RATE = 2e-3, 200e6
 BYTES = [0]  # read so far by this process
-READS = {"readv": os.readv, "pread": os.pread}
+READS = {"readv": os.readv, "preadv": os.preadv}
 
 
 def write_shards(directory, shards, size):

@@ -173,7 +173,7 @@ def test_two_ranks_train_the_model_of_one_process(name, monkeypatch):
 
     gather = Threads()
     with monkeypatch.context() as patch:  # for the BatchNorm of the encoder's stem
-        patch.setattr(common, "all_reduce", lambda x: gather(x[None]).sum(0))
+        patch.setattr(common.SumOverRanks, "apply", lambda x: gather(x[None]).sum(0))
         patch.setattr(common.dist, "is_initialized", lambda: True)
         patch.setattr(common.dist, "get_world_size", lambda: WORLD)
         outputs = gather.run(lambda rank: ranks[rank](batch_of(rows, rank), gather))
@@ -201,7 +201,7 @@ def test_batch_norm_of_two_ranks_equals_torchs():
     y = expected(x)
     gather, ranks = Threads(), [common.BatchNorm(3).double() for _ in range(WORLD)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "all_reduce", lambda x: gather(x[None]).sum(0))
+        patch.setattr(common.SumOverRanks, "apply", lambda x: gather(x[None]).sum(0))
         patch.setattr(common.dist, "is_initialized", lambda: True)
         patch.setattr(common.dist, "get_world_size", lambda: WORLD)
         found = torch.cat(gather.run(lambda rank: ranks[rank](x.chunk(WORLD)[rank])))
