@@ -175,8 +175,9 @@ def test_captions_for_the_vocabulary_are_spread_over_the_data(tmp_path):
     assert table.sample_captions(5) == ["n0", "n10", "n20", "n30", "n40"]
     assert table.sample_captions(50) == table.sample_captions(99) == [f"n{i}" for i in range(50)]
     for shard, n in enumerate((4, 6, 7)):
-        write_tar(tmp_path / f"{shard}.tar", {f"{i}.{end}": text for i in range(n) for end, text in (
-            ("jpg", picture()), ("txt", str(10 * shard + i)))})
+        members = {f"{i}.{end}": text for i in range(n)
+                   for end, text in (("jpg", picture()), ("txt", str(10 * shard + i)))}
+        write_tar(tmp_path / f"{shard}.tar", members)
     source, most = open_data(f"{tmp_path}/{{0..2}}.tar"), "0 1 2 3 10 11 12 13 14 15 20 21 22 23 24"
     for limit, expected in ((1, "0"), (2, "0 10"), (3, "0 10 20"), (6, "0 1 10 11 20 21"),
                             (15, most), (99, f"{most} 25 26")):
@@ -200,7 +201,7 @@ def test_a_batch_draws_other_random_numbers_than_its_images_and_other_batches(
 
 @pytest.mark.parametrize("workers", [0, 3])
 def test_a_batch_is_joined_from_small_parts(tmp_path, monkeypatch, workers):
-    """10 samples are parts of 3, 3 and 4 samples from workers in turn, each of which sends 10 of 30.
+    """10 samples are parts of 3, 3 and 4 samples from workers in turn. Each sends 10 of 30.
     Captions are padded alike. Whatever the batch is, a message has at most 64 images."""
     whole = Stream(World(), None, None, None, None, 2048, 0)
     assert (whole.part, whole.parts) == (64, 32)
@@ -405,7 +406,8 @@ def test_tars_that_are_joined_are_all_read(tmp_path, zeros):
     """A long name needs a header that is not plain."""
     data, path, long = b"", tmp_path / "both.tar", "x" * 120 + ".txt"
     for names in (["a.txt"], ["b.txt", long], ["c.txt"]):
-        data += Path(write_tar(path, {name: name[:5] for name in names})).read_bytes() + bytes(zeros)
+        write_tar(path, {name: name[:5] for name in names})
+        data += path.read_bytes() + bytes(zeros)
     path.write_bytes(data)
     with open(path, "rb") as file:
         found = [(member.name, content) for member, content in common.read_files(file, 0)]
@@ -501,7 +503,7 @@ def test_the_first_rank_of_a_machine_looks_at_its_shards(tmp_path, monkeypatch):
                 assert TarShards(pattern, True).fingerprint == alone.fingerprint
             else:
                 message = failure(TarShards, pattern, True)
-                assert re.search(r"2 of the 2 .* first is .*/000.tar \(No such file\): name", message)
+                assert re.search(r"2 of the 2 .* is .*/000.tar \(No such file\): name", message)
         assert len(opened) == 4  # rank 2 has opened two shards twice, rank 3 none
 
 
@@ -528,8 +530,9 @@ def test_every_image_of_a_shard_is_used_or_counted(tmp_path):
 
 
 def test_a_broken_shard_gives_its_complete_samples_and_is_counted_once(tmp_path):
-    data, bad = Path(write_shards(tmp_path, [3]).replace("{000..000}", "000")).read_bytes(), "bad.tar"
-    content, bad, counts = len(data.rstrip(b"\0")), tmp_path / bad, []  # the end of the last caption
+    write_shards(tmp_path, [3])
+    data, bad, counts = (tmp_path / "000.tar").read_bytes(), tmp_path / "bad.tar", []
+    content = len(data.rstrip(b"\0"))                       # the end of the last caption
     whole = content // 512 * 512 + 512  # without the two blocks of zeros at the end
     for cut in sorted([*range(1, whole, 97), content, whole]):
         bad.write_bytes(data[:cut])
@@ -584,7 +587,8 @@ def test_labels_of_shards_come_from_cls_or_json(tmp_path, capsys):
     assert [label for _, label in TarShards(path).each("label")][:1] == [3]
     assert "shard" in capsys.readouterr().out
     shards = TarShards(write_tar(tmp_path / "1.tar", {"a.jpg": jpg, "a.txt": "words"}))
-    assert re.search("no image that can be used .*1 x no label", failure(list, shards.each("label")))
+    message = failure(list, shards.each("label"))
+    assert re.search("no image that can be used .*1 x no label", message)
 
 
 def test_a_label_of_no_class_is_left_out_with_its_key_and_a_name_is_a_label(tmp_path, capsys):
@@ -1273,7 +1277,7 @@ def test_an_image_that_the_disk_fails_once_is_read_and_one_that_fails_is_counted
     *_, batch = take(stream(source, 6), 3)                   # three apart end nothing
     assert sleeps == [1, 5, 25] * 6 and batch["skipped"][0][common.DISK][0] == 6
     monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, source.paths[:3], 2))
-    assert len(take(stream(source, 5), 1)) == 1 and len(sleeps) == 18  # a missing file stays missing
+    assert len(take(stream(source, 5), 1)) == 1 and len(sleeps) == 18  # a lost file stays lost
     monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, source.paths, kind))
     message = failure(take, stream(source, 6), 1)
     assert message.startswith("The disk failed to read three samples in a row, the last") and (
@@ -1286,7 +1290,8 @@ def test_an_image_that_the_disk_fails_once_is_read_and_one_that_fails_is_counted
 def test_a_shard_that_the_disk_fails_is_read_again_from_the_same_place(
         tmp_path, monkeypatch, sleeps):
     """Each second read fails, and a read gives at most 8 kB."""
-    shards, preadv, calls = TarShards(write_shards(tmp_path, [30] * 5)), os.preadv, itertools.count()
+    shards, preadv = TarShards(write_shards(tmp_path, [30] * 5)), os.preadv
+    calls = itertools.count()
     expected = captions_of_samples(shards, 300)
 
     def flaky(file, buffers, place):

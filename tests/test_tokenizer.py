@@ -63,10 +63,11 @@ def test_wordpiece_gives_the_tokens_of_hugging_face(tiny, text, tokens):
 
 def test_a_batch_is_cut_padded_to_its_longest_text_and_masked(tiny):
     """A text that is cut keeps its [SEP]."""
-    whole = tiny.encode("a b c " * 333 + "a")
+    text = "a b c " * 333 + "a"
+    whole = tiny.encode(text)
     assert len(whole) == 1002
     for length in (2, 3, 77, 1001, 1002, 5000):
-        assert tiny.encode("a b c " * 333 + "a", length) == [*whole[: min(length, 1002) - 1], tiny.sep]
+        assert tiny.encode(text, length) == [*whole[: min(length, 1002) - 1], tiny.sep]
     assert tiny.encode("", 2) == [tiny.cls, tiny.sep]
     tokens, mask = tiny.batch(["a", "", "a b c"], 77)
     pad, cls, sep, a, b, c = (tiny.ids[t] for t in ("[PAD]", "[CLS]", "[SEP]", "a", "b", "c"))
@@ -237,8 +238,8 @@ def test_bpes_vocabulary_shows_pieces_as_readable_text(bpe):
 
 
 def test_ascii_texts_are_cleaned_like_other_texts():
-    """Printable ASCII has a fast path. An accent in the text leads to the general path. A vocabulary
-    without marks drops them, and a heart's colour is no mark of a word."""
+    """Printable ASCII has a fast path. An accent in the text leads to the general path. A
+    vocabulary without marks drops them, and a heart's colour is no mark of a word."""
     for i in range(128):
         text = f"A{chr(i)}b"
         assert common.clean_text(f"{text}\u00e9") == common.clean_text(text) + "e"
