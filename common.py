@@ -34,10 +34,10 @@ import dataclasses
 import datetime
 import errno
 import fcntl
-import fnmatch
 import functools
-import hashlib
+import glob
 import gzip
+import hashlib
 import heapq
 import html
 import inspect
@@ -1633,9 +1633,7 @@ class CaptionTable:
             splits.add(row.split)
             if row.split not in kept:
                 continue
-            path = os.path.join(root, row.file)
-            if "//" in path or "/./" in path or path.startswith("./"):  # Path costs time
-                path = str(Path(path))
+            path = os.path.normpath(os.path.join(root, row.file))
             if row.number is not None and path not in captions:
                 labels.append(row.number)
             below = path.removeprefix(directory).lstrip("/")
@@ -1872,18 +1870,14 @@ def expand_braces(pattern):
 
 
 def matching(pattern):
-    """The paths that a pattern with *, ? or [ ] names, in natural order; [] if nothing fits. A name
-    without these is returned as it is. What exists is taken as it is, directories as well, so that
-    brackets in a name are no pattern."""
-    if not re.search(r"[*?[]", pattern) or look_at(pattern):
+    """The paths that a pattern with *, ? or [ ] names, in natural order; [] if nothing fits. What
+    exists is taken as it is, so that brackets in a name are no pattern."""
+    if look_at(pattern):
         return [pattern]
     directory, name = os.path.split(pattern)
-    places = [place for place in matching(directory) if look_at(place or ".") == "directory"]
-    paths = []
-    for place in places:
-        names = fnmatch.filter([entry.name for entry in list_directory(place or ".")], name)
-        paths += [os.path.join(place, found) for found in sorted(names, key=natural)]
-    return paths
+    if look_at(directory):
+        directory = glob.escape(directory)
+    return sorted(glob.glob(os.path.join(directory, name)), key=natural)
 
 
 def look_at_shards(paths, on_ranks):
@@ -1891,9 +1885,8 @@ def look_at_shards(paths, on_ranks):
     cannot be read. Shards of equal names and sizes are often others: sizes are rounded to 10,240
     bytes. The first header has the name, the size and the time of the first file.
 
-    on_ranks: whether all ranks call this function. If their paths are equal, each rank looks at its
-    share of the shards, and learns the rest from the other ranks of its machine. A look at a
-    network's disk takes milliseconds, and large data have 40,000 shards.
+    on_ranks: whether all ranks call this function. Then the first rank of each machine looks for
+    all of them. A look at a network's disk takes milliseconds, and large data have 40,000 shards.
     """
     def look(path):
         try:
@@ -1902,15 +1895,11 @@ def look_at_shards(paths, on_ranks):
         except OSError as error:
             return error.strerror
 
-    shared = on_ranks and len({*gather_objects(zlib.crc32(repr(paths).encode()))}) == 1
-    rank, ranks = local_rank() if shared else (0, 1)
-    with ThreadPool(16) as pool:
-        looks = pool.map(look, paths[rank::ranks])
-    if shared:
-        first = this_rank()[0] - rank  # the first rank of this machine
-        rows = itertools.zip_longest(*gather_objects(looks)[first : first + ranks])
-        looks = [look for row in rows for look in row][: len(paths)]
-    return looks
+    rank, looks = local_rank()[0] if on_ranks else 0, None
+    if rank == 0:
+        with ThreadPool(16) as pool:
+            looks = pool.map(look, paths)
+    return gather_objects(looks)[this_rank()[0] - rank] if on_ranks else looks
 
 
 KEY = re.compile(r"(.*/)?[^/.]*")  # a file's name up to the first dot behind the directory
@@ -1946,30 +1935,24 @@ def read_files(file, start):
 
     Raises an error of any type where the tar is damaged or cut off.
     """
-    ends = False
     file.seek(start)
-    while block := file.read(tarfile.BLOCKSIZE):
-        # blocks of zeros end a tar, and fill the space before another tar
-        ends = not block.strip(b"\0")
-        if ends:
-            start += len(block)
-            continue
-        file.seek(start)
-        tar = tarfile.open(fileobj=file, mode="r:")
-        while member := tar.next():
-            tar.members = []  # else tarfile keeps all headers
-            if member.isfile():
-                file.seek(member.offset_data)
-                content = file.read(member.size)
-                if len(content) < member.size:
-                    raise EOFError("it is cut off")
-                yield member, content
-        if tar.offset == start:
-            raise tarfile.ReadError("a header is damaged")
-        start = file.seek(tar.offset)
-    # A file without blocks of zeros was cut off, but tarfile accepts such a file.
-    if not ends:
-        raise tarfile.ReadError("its end is missing")
+    # ignore_zeros: the zeros that end a tar may stand before another tar
+    tar, member = tarfile.open(fileobj=file, mode="r:", ignore_zeros=True), True
+    while member:
+        member = tar.next()
+        if not member or member.offset > start:
+            file.seek(start)
+            between = file.read(member.offset - start if member else -1)
+            # A file without blocks of zeros was cut off. tarfile accepts it, and damaged headers.
+            if not between or between.strip(b"\0"):
+                raise tarfile.ReadError("a header is damaged, or the end is missing")
+        start, tar.members = tar.offset, []  # else tarfile keeps all headers
+        if member and member.isfile():
+            file.seek(member.offset_data)
+            content = file.read(member.size)
+            if len(content) < member.size:
+                raise EOFError("it is cut off")
+            yield member, content
 
 
 def read_keys(path, start=0, buffering=READ):
@@ -2032,16 +2015,17 @@ def read_sample(key, content, classes=None):
     if content == "caption":
         value, problem = find_captions(key.value.get(".txt"))
     elif content == "label":
-        text = label_text(key.value.get(".cls", b""), key.value.get(".json", b""))
-        value, problem = find_label(text, classes or ())
-        if problem:
-            return left_out(problem, f"{key.name} (label {text!r:.50})")
+        value, problem = find_label(key.value, classes or ())
     return key._replace(file=key.value[image], value=value, problem=problem)
 
 
-def find_label(text, classes):
-    """A class's number or name -> (the number, ""), or (None, what is wrong). Without the names of
-    the classes every number is right."""
+def find_label(files, classes):
+    """A key's files -> (the number of the label, ""), or (None, what is wrong). The label is a
+    class's number or name. Without the names of the classes every number is right."""
+    text = files.get(".cls", b"").decode("utf-8-sig", "replace").strip()
+    if not text:
+        with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
+            text = str(json.loads(files[".json"])["label"])
     label = int(text) if re.fullmatch("[0-9]{1,9}", text) else None
     if label is None and text in classes:
         label = classes.index(text)
@@ -2054,45 +2038,36 @@ def find_captions(text):
     """The bytes of KEY.txt, or None -> ([captions], ""), or ([...], what is wrong)."""
     if text is None:
         return [], NO_CAPTION
-    if b"\0" not in text:  # which UTF-16 has in each letter
-        with contextlib.suppress(UnicodeError):
-            lines = text.decode("utf-8-sig").split("\n")
-            captions = [caption for caption in clean_captions(lines) if caption]
-            return captions, "" if captions else "empty caption"
-    return [], "caption that is not UTF-8"
+    try:
+        lines = text.decode("utf-8-sig").split("\n")
+    except UnicodeError:
+        return [], "caption that is not UTF-8"
+    captions = [caption for caption in clean_captions(lines) if caption]
+    return captions, "" if captions else "empty caption"
 
 
-def label_text(cls, data):
-    """The bytes of KEY.cls and of KEY.json -> the label as text, "" if there is none."""
-    text = cls.decode("utf-8-sig", "replace").strip()
-    if not text:
-        with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
-            text = str(json.loads(data)["label"])
-    return text
+TABLES = ".csv", ".tsv", ".txt"  # the endings of files for read_table
+BROKEN_ROW = "broken row (perhaps a comma outside quotes)"
 
 
-BROKEN_ROW = "broken row (perhaps an open quote, a comma outside quotes, or a very long cell)"
-
-
-def read_header(path):
-    """A CSV or TSV file -> its delimiter and the names of its columns."""
-    reading = explained((OSError, UnicodeError), f"Cannot read {path}")
-    with reading, open(path, newline="", encoding="utf-8-sig") as file:
-        first = file.readline()
+def open_rows(file):
+    """An open CSV or TSV file -> the names of its columns, and a csv.reader of the other rows."""
+    first = file.readline()
     delimiter = "\t" if "\t" in first else ","
-    return delimiter, next(csv.reader([first], delimiter=delimiter), [])
+    columns = next(csv.reader([first], delimiter=delimiter), [])
+    return columns, csv.reader(file, delimiter=delimiter)
 
 
-def read_table(path, image, caption):
+def read_table(path, image="", caption=""):
     """Yield a Sample or left_out for each row of a CSV or TSV file with a header. A column `split`
-    holds the splits of the rows.
+    holds the splits of the rows. A cell in quotes may have line breaks, as pandas writes them.
 
     image, caption: the names of the two columns. If they are "", the columns are filepath and title
-    (OpenCLIP's names) or image and caption (Flickr's). Raises UserError if a column is missing.
+    (OpenCLIP's names) or image and caption (Flickr's). Raises UserError if a column is missing, or
+    if an open quote joins rows: a line of a cell is then a row by itself, with an image's name.
     """
-    delimiter, columns = read_header(path)
     with open(path, newline="", encoding="utf-8-sig") as file:
-        next(file, None)
+        columns, rows = open_rows(file)
         image = image or ("filepath" if "filepath" in columns else "image")
         caption = caption or ("title" if "title" in columns else "caption")
         remedy = (": let its first line name the columns, such as filepath,title, with commas or "
@@ -2100,47 +2075,19 @@ def read_table(path, image, caption):
         with explained(ValueError, f"{path} has the columns {columns}", remedy):
             i, j = columns.index(image), columns.index(caption)
         k = columns.index("split") if "split" in columns else None
-        for number, cells in read_rows(file, delimiter, len(columns)):
-            if cells and cells[i]:
-                yield Sample(cells[i], cells[j], split="" if k is None else cells[k].strip())
-            else:
-                yield left_out(BROKEN_ROW, f"{path}, line {number}")
-
-
-def read_rows(lines, delimiter, width):
-    """Yield (number of the row's first line, cells) for each row below a table's header; a broken
-    row has no cells.
-
-    A cell in quotes may have line breaks, as pandas writes them. But an open quote joins rows. It
-    shows by a wrong number of cells, or by a line that is a row by itself, with the name of an
-    image. Then only the first line is broken, and the lines after that line are rows of their own.
-    """
-    ahead, number = collections.deque(), 2
-
-    def noted(row):
-        """Yield the next lines, and add them to the row."""
-        while (line := ahead.popleft() if ahead else next(lines, None)) is not None:
-            row.append(line)
-            yield line
-
-    while True:
-        row, alone, cells = [], [], []
-        with contextlib.suppress(csv.Error, StopIteration):  # a cell of more than 131,072 letters
-            found = next(csv.reader(noted(row), delimiter=delimiter))
-            if len(row) > 1:
-                alone = [next(csv.reader([line], delimiter=delimiter)) for line in row[1:]]
-                # A quote in a line can be text: a 5" pipe. One that joins lines must be complete.
-                found = next(csv.reader(row, delimiter=delimiter, strict=True))
-            cells = found
-        if not row:
-            return
-        joined = any(len(line) == width and any(map(is_image, line)) for line in alone)
-        if joined or len(cells) != width:
-            ahead.extendleft(reversed(row[1:]))
-            row, cells = row[:1], []
-        if cells or row[0].strip():  # an empty line is no row
-            yield number, cells
-        number += len(row)
+        try:
+            for cells in rows:
+                lines = [line for cell in cells for line in cell.splitlines()[1:]]
+                for parts in csv.reader(lines, rows.dialect):
+                    if len(parts) == len(columns) and any(map(is_image, parts)):
+                        raise csv.Error("it joins rows")
+                if len(cells) == len(columns) and cells[i]:
+                    yield Sample(cells[i], cells[j], split="" if k is None else cells[k].strip())
+                elif cells:  # an empty line is no row
+                    yield left_out(BROKEN_ROW, f"{path}, line {rows.line_num + 1}")
+        except csv.Error as error:  # csv allows a cell 131,072 characters
+            where = f"{path} has an open quote in a row that ends in line {rows.line_num + 1}"
+            raise UserError(f"{where} ({error}): close the quote, or write it twice.") from None
 
 
 def read_token_file(path):
@@ -2191,7 +2138,6 @@ class Format(NamedTuple):
     open: object     # (name, content, image_root, split, **settings) -> source
     settings: dict   # {setting of the SPEC: its default}
     form: str        # of the SPEC, for --help and errors
-    has_splits: object = lambda name: False  # (name) -> whether the rows are of several splits
 
 
 def formats(on_ranks=False, image_size=48):
@@ -2202,14 +2148,12 @@ def formats(on_ranks=False, image_size=48):
     return [
         Format(["shapes"], lambda name, content, root, split, **settings: World(**settings),
                world, "shapes[:SETTING=VALUE,...]"),
-        Format([".csv", ".tsv", ".txt"], functools.partial(open_table, read_table), columns,
-               "FILE.csv, .tsv or .txt[:image=COLUMN,caption=COLUMN,split=NAME]",
-               lambda name: "split" in read_header(name)[1]),
+        Format(TABLES, functools.partial(open_table, read_table), columns,
+               "FILE.csv, .tsv or .txt[:image=COLUMN,caption=COLUMN,split=NAME]"),
         Format([".tar"], lambda name, *_: TarShards(name, on_ranks), {},
                "'DIR/{00000..00012}.tar' or 'DIR/*.tar', several of them joined by '::'"),
         Format([".json"], functools.partial(open_table, read_json), {},
-               "FILE.json of COCO or Karpathy[:split=NAME]",
-               lambda name: not file_holds(name, "annotations")),
+               "FILE.json of COCO or Karpathy[:split=NAME]"),
         Format([".token"], functools.partial(open_table, read_token_file), {},
                "FILE.token of Flickr"),
         Format(["/"], open_directory, {},
@@ -2222,18 +2166,14 @@ def file_holds(name, field):
     return is_json and b'"%s"' % field.encode() in Path(name).read_bytes()
 
 
-def format_of(name, *arguments):
-    """The Format of a SPEC's name, or None."""
-    ending = Path(name).suffix.lower() or name
-    if name != "shapes" and look_at(name) == "directory":
-        ending = "/"
-    return next((row for row in formats(*arguments) if ending in row.endings), None)
-
-
 def has_splits(spec):
-    """Whether the rows of a SPEC are of several splits."""
-    name, kind = parse_spec(spec)[0], format_of(parse_spec(spec)[0])
-    return kind is not None and kind.has_splits(name)
+    """Whether the rows of a SPEC are of several splits: those of a table, or of Karpathy's JSON."""
+    name = parse_spec(spec)[0]
+    if not name.lower().endswith(TABLES) or look_at(name) != "file":
+        return file_holds(name, "split")
+    reading = explained((OSError, UnicodeError), f"Cannot read {name}")
+    with reading, open(name, newline="", encoding="utf-8-sig") as file:
+        return "split" in open_rows(file)[0]
 
 
 def open_data(spec, image_root=None, split="train", image_size=48, content="caption",
@@ -2255,7 +2195,9 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
     an evaluation.)
     """
     name, settings = parse_spec(spec)
-    kind = format_of(name, on_ranks, image_size)
+    is_directory = name != "shapes" and look_at(name) == "directory"
+    ending = "/" if is_directory else Path(name).suffix.lower() or name
+    kind = next((row for row in formats(on_ranks, image_size) if ending in row.endings), None)
     if kind is None:
         problem = "is a file of an unknown format" if look_at(name) else "does not exist"
         forms = "; ".join(row.form for row in formats())
@@ -2263,8 +2205,7 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
     if content == "boxes" and name != "shapes":
         cast_settings(settings, {}, name)  # a file of boxes has none
         return BoxTable(name, image_root, split)
-    # has_splits may read the whole file, so it is asked only where the SPEC names a split
-    if "split" in settings and kind.has_splits(name):
+    if "split" in settings and has_splits(spec):
         split = settings.pop("split")
     settings = kind.settings | cast_settings(settings, kind.settings, name)
     source = kind.open(name, content, image_root, split, **settings)
@@ -2291,7 +2232,9 @@ def open_directory(directory, content, *_):
     images, at any depth and without labels. Raises UserError if the folders are no classes.
     """
     entries = list_directory(directory)
-    classes = sort_classes([entry.name for entry in entries if is_directory(entry)])
+    classes = sorted(entry.name for entry in entries if is_directory(entry))
+    if all(map(str.isdecimal, classes)):
+        classes.sort(key=int)  # 2 before 10, so that a folder's label is its number
     files = sorted(entry.path for entry in entries if not is_directory(entry))
     if content is None and (not classes or any(map(is_image, files))):
         return CaptionTable(rows_of_images(directory, "an image"), directory)
@@ -2392,12 +2335,6 @@ def is_image(name):
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def sort_classes(folders):
-    """The names of class folders, sorted. If all names are whole numbers, they are sorted as
-    numbers, 2 before 10, so that a folder's label is its number."""
-    return sorted(sorted(folders), key=int if all(map(str.isdecimal, folders)) else None)
-
-
 def article(phrase):
     """"apple" -> "an apple", "car" -> "a car"."""
     word = "an" if phrase.lower().startswith(tuple("aeiou")) else "a"
@@ -2449,19 +2386,14 @@ def match_names(names, known):
     """The place in `known` of each of the names, or None if the two lists do not hold the same
     names. All joins of class names go through here.
 
-    Equal lists match place by place. Otherwise a name that both lists hold matches itself, and the
-    other names match by their plain_name. Names that two places share match in equal lists alone.
+    Equal lists match place by place. Otherwise names match by their plain_name, and two names of a
+    list must differ by it.
     """
     if list(names) == list(known):
         return list(range(len(known)))
-    both = set(names) & set(known)
-    # a tuple, so that a plain name never equals a name that both lists hold
-    keys, known_keys = ([name if name in both else (plain_name(name),) for name in part]
-                        for part in (names, known))
-    places = {key: i for i, key in enumerate(known_keys)}
-    if Counter(keys) != Counter(known_keys) or len(places) < len(known):
-        return None
-    return [places[key] for key in keys]
+    places = {plain_name(name): i for i, name in enumerate(known)}
+    found = [places.get(plain_name(name), -1) for name in names]
+    return found if sorted(found) == list(range(len(known))) else None
 
 
 def plain_name(name):
@@ -3208,11 +3140,6 @@ def unwrapped(state, wanted):
         # "state_dict": OpenCLIP, timm, Lightning; "model": DeiT, BAM; "teacher": DINO
         for key in ("state_dict", "model", "teacher"):
             if isinstance(state.get(key), dict):
-                # Some files also hold an average of the weights (EMA), which is often better.
-                averages = [name for name in state if "ema" in str(name).split("_")]
-                if averages and this_rank()[0] == 0:
-                    print(f"note: the weights are those under {key!r}, not those under "
-                          f"{', '.join(averages)}.")
                 state = state[key]
     names = state.keys() if isinstance(state, dict) else ()
     if not any(torch.is_tensor(state[name]) for name in names):

@@ -5,13 +5,12 @@ error. Further tests check the order of the samples, and compare decoding and au
 and torchvision.
 """
 
-import contextlib
 import csv
 import errno
-import functools
 import io
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -20,11 +19,10 @@ import runpy
 import shutil
 import struct
 import tarfile
-import textwrap
 import warnings
+from collections import defaultdict
 from pathlib import Path
 from resource import RLIMIT_NOFILE
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,11 +33,10 @@ from torchvision.transforms import v2
 
 import common
 import eval as evaluation
-import train
 from common import CaptionTable, Stream, TarShards, UserError, WordPiece, World
 from common import WorldStream, open_data
-from helpers import (ROOT, SMALL, picture, read_log, run_ranks, train_alone, write_files,
-                     write_shards, write_table, write_tar)
+from helpers import (ROOT, SMALL, picture, read_log, train_alone, write_files, write_shards,
+                     write_table, write_tar)
 
 WORDS = ["a", "photo", "of", *(f"n{i}" for i in range(200))]
 TOKENIZER = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])
@@ -124,23 +121,7 @@ def test_a_table_gives_the_captions_of_each_image(tmp_path, name, text, expected
     assert Path(source.path(0)).parent == tmp_path
 
 
-def test_a_row_of_formats_adds_a_data_format(tmp_path, monkeypatch):
-    def read_lines(path):
-        """Yield the rows of a made-up format: file name|caption."""
-        return (line.split("|") for line in Path(path).read_text().splitlines())
-
-    opener = functools.partial(common.open_table, read_lines)
-    row = common.Format([".bars"], opener, {}, "FILE.bars")
-    rows = [*common.formats(), row]
-    monkeypatch.setattr(common, "formats", lambda *arguments: rows)
-    (tmp_path / "a.bars").write_text("x.jpg|one\ny.jpg|two\n")
-    assert pairs(open_data(str(tmp_path / "a.bars"))) == {"x.jpg": ["one"], "y.jpg": ["two"]}
-    with pytest.raises(UserError, match="^nowhere does not exist. Give one of: .* FILE.bars"):
-        open_data("nowhere")
-
-
-ROWS = "".join(f"{i}.jpg,n{i}\n" for i in range(9))
-BROKEN = common.BROKEN_ROW
+BROKEN, BICUBIC = common.BROKEN_ROW, v2.InterpolationMode.BICUBIC
 
 
 def test_rows_without_a_file_name_or_a_caption_are_skipped_and_counted(tmp_path, monkeypatch):
@@ -160,106 +141,49 @@ def test_rows_without_a_file_name_or_a_caption_are_skipped_and_counted(tmp_path,
     assert set(pairs(open_data(str(path), content=None))) == {"x.jpg", "z.jpg", "w.jpg", "v.jpg"}
 
 
-# row begins in line 12; line is the line of its last broken row.
-@pytest.mark.parametrize("row, count, line", [
-    ('x.jpg,"a dog\n', 1, 12),
-    ('x.jpg,"a dog\n\ny.jpg,a cat\nz.jpg,"a cow\n', 2, 15),
-    (f'x.jpg,"a dog\n{ROWS * 2000}', 1, 12), ("x.jpg\n\nz.jpg\n", 2, 14), ("x.jpg,a,dog\n", 1, 12)])
-def test_a_broken_row_is_counted_by_its_line_and_the_others_are_used(tmp_path, row, count, line):
+@pytest.mark.parametrize("rows, problem", [
+    ('x.jpg,"a dog\ny.jpg,a cat\n', "line 4 (it joins rows)"),
+    ('x.jpg,"a dog\ny.jpg,two\nz.jpg,"six"\nb.jpg,four\n', "line 5 (it joins rows)"),
+    ('x.jpg,"a 5" pipe\nb,"' + "x" * 131_073, "line 4 (field larger than field limit (131072))")])
+def test_an_open_quote_is_refused_with_its_line(tmp_path, rows, problem):
     path = tmp_path / "a.csv"
-    path.write_text("image,caption\n" + ROWS + "a.jpg,b\n" + row + ROWS)
-    source = open_data(str(path))
-    assert source.skipped == {BROKEN: [count, f"{path}, line {line}"]}
-    names, turns = {"a.jpg", *(f"{i}.jpg" for i in range(9))}, row.count("0.jpg") + 2
-    assert set(pairs(source)) == (names | {"y.jpg"} if "y.jpg" in row else names)
-    assert pairs(source)["3.jpg"] == ["n3"] * turns
-
-
-@pytest.mark.parametrize("rows, third", [
-    ('a.jpg,"the best\nb.jpg,two\nc.jpg,6"\nd.jpg,four\n', {"c.jpg": ['6"']}),
-    ('a,"the best\nb.jpg,two\nc.jpg,"six"\nd.jpg,four\n', {"c.jpg": ["six"]}),
-    ('a,"the best\nb,two\nc,"six"\nd,four\n', {"c": ["six"]})])  # no name has an ending
-def test_a_quote_that_a_later_row_closes_swallows_no_rows(tmp_path, rows, third):
-    (tmp_path / "a.csv").write_text("image,caption\n" + rows)
-    source = open_data(str(tmp_path / "a.csv"))
-    assert source.skipped == {BROKEN: [1, f"{tmp_path}/a.csv, line 2"]}
-    (second, two), *others = pairs(source).items()
-    assert two == ["two"] and third.items() <= dict(others).items() and len(others) == 2
-
-
-@pytest.mark.parametrize("row", ["x.jpg," + "x" * 131_073, 'x.jpg,"a dog\ny,' + "x" * 131_072])
-def test_a_field_above_csvs_limit_is_named_with_its_line(tmp_path, row):
-    (tmp_path / "a.csv").write_text("image,caption\na.jpg,b\n" + row + "\nz.jpg,c\n")
-    source = open_data(str(tmp_path / "a.csv"))
-    assert source.skipped == {BROKEN: [1, f"{tmp_path}/a.csv, line 3"]}
-    assert {"a.jpg", "z.jpg"} <= set(pairs(source))          # the other rows are used
-
-
-@pytest.mark.parametrize("name, before", [
-    ("a.csv", "image,caption\nx.jpg,one\n" * 2000), ("a.token", "x.jpg#0\tone\n" * 4000),
-    ("a.json", '{"images": [\n' * 4000)])
-def test_a_file_that_is_not_utf8_is_named(tmp_path, name, before):
-    path = tmp_path / name
-    path.write_bytes(before.encode() + "y.jpg,café\n".encode("latin-1"))
-    assert failure(open_data, str(path)).startswith(f"Cannot read {path}: 'utf-8' codec can't")
-
-
-@pytest.mark.parametrize("name, text", [
-    ("a.csv", "image,caption\n\n"), ("a.token", "\n"), ("a.json", '{"images": []}')])
-def test_a_table_without_rows_says_so(tmp_path, name, text):
-    (tmp_path / name).write_text(text)
-    message = f"{tmp_path}/{name} has no image that can be used in the split train (splits: none"
-    assert message in failure(open_data, f"{tmp_path}/{name}")
+    path.write_text("image,caption\na.jpg,b\n" + rows)
+    assert failure(open_data, str(path)) == (
+        f"{path} has an open quote in a row that ends in {problem}: close the quote, or write it "
+        "twice.")
 
 
 @pytest.mark.parametrize("delimiter", [",", "\t"])
 def test_a_caption_in_quotes_may_have_line_breaks(tmp_path, delimiter):
-    """Python's csv and pandas write such captions. A quote that is never closed breaks one line."""
+    """Python's csv and pandas write such captions. A broken row is counted by its line."""
     captions = ["a dog", 'Red car,\tsaid "he"\nfor sale, "cheap"\r\n\n3 doors', "x\n" * 90,
                 "a\ncat"]
     with open(tmp_path / "a.csv", "w", newline="") as file:
         writer = csv.writer(file, delimiter=delimiter)
         writer.writerows([["image", "caption"], *((f"{i}.jpg", x) for i, x in enumerate(captions))])
-        file.write(f'broken.jpg{delimiter}"open\n')
-        writer.writerows((f"{i}.jpg", "after") for i in range(4))
+        writer.writerows([["x.jpg"], [], ["x.jpg", "a", "dog"], ["a.jpg", "after"]])
     source = open_data(str(tmp_path / "a.csv"))
-    assert pairs(source) == {f"{i}.jpg": [x.strip(), "after"] for i, x in enumerate(captions)}
-    line = 2 + sum(1 + x.count("\n") for x in captions)
-    assert source.skipped == {BROKEN: [1, f"{tmp_path}/a.csv, line {line}"]}
+    written = {f"{i}.jpg": [x.strip()] for i, x in enumerate(captions)}
+    assert pairs(source) == written | {"a.jpg": ["after"]}
+    line = 4 + sum(1 + x.count("\n") for x in captions)
+    assert source.skipped == {BROKEN: [2, f"{tmp_path}/a.csv, line {line}"]}
 
 
-@pytest.mark.parametrize("caption", ["", "  ", "\u200b", "\ufeff \x01", "\u00ad\u200e"])
-def test_a_caption_without_printed_characters_is_empty(tmp_path, caption):
-    table = CaptionTable([("x.jpg", caption), ("y.jpg", f"a{caption}")], "a.csv")
-    assert len(table) == 1 and table.skipped == {"empty caption": [1, "x.jpg"]}
-    path = write_tar(tmp_path / "a.tar", {"x.jpg": picture(), "x.txt": caption})
-    assert skips_of(path) == [("empty caption", f"{path}:x")]
-
-
-def test_captions_for_the_vocabulary_are_spread_over_the_table():
+def test_captions_for_the_vocabulary_are_spread_over_the_data(tmp_path):
+    """Three shards have 4, 6 and 7 captions. Few captions come from shards that are far apart."""
     table = CaptionTable([(f"{i // 5}.jpg", f"n{i}") for i in range(50)], "x")
     assert table.sample_captions(5) == ["n0", "n10", "n20", "n30", "n40"]
     assert table.sample_captions(50) == table.sample_captions(99) == [f"n{i}" for i in range(50)]
-
-
-@pytest.mark.parametrize("limit, expected", [
-    (3, "0 10 20"), (6, "0 1 10 11 20 21"), (1, "0"), (2, "0 10"),
-    (15, "0 1 2 3 10 11 12 13 14 15 20 21 22 23 24"),
-    (99, "0 1 2 3 10 11 12 13 14 15 20 21 22 23 24 25 26")])
-def test_captions_for_the_vocabulary_are_spread_over_the_shards(tmp_path, limit, expected):
-    """Three shards have 4, 6 and 7 captions."""
     for shard, n in enumerate((4, 6, 7)):
-        members = {f"{i}.{end}": text for i in range(n) for end, text in (
-            ("jpg", picture()), ("txt", str(10 * shard + i)))}
+        members = {f"{i}.{end}": text for i in range(n)
+                   for end, text in (("jpg", picture()), ("txt", str(10 * shard + i)))}
         write_tar(tmp_path / f"{shard}.tar", members)
-    source = open_data(f"{tmp_path}/{{0..2}}.tar")
-    assert source.sample_captions(limit) == expected.split()
-
-
-def test_few_captions_for_the_vocabulary_come_from_shards_far_apart(tmp_path):
-    for shard in range(4):
-        write_tar(tmp_path / f"{shard}.tar", {"0.jpg": picture(), "0.txt": str(shard)})
-    assert open_data(f"{tmp_path}/*.tar").sample_captions(2) == ["0", "2"]
+    source, most = open_data(f"{tmp_path}/{{0..2}}.tar"), "0 1 2 3 10 11 12 13 14 15 20 21 22 23 24"
+    for limit, expected in ((1, "0"), (2, "0 10"), (3, "0 10 20"), (6, "0 1 10 11 20 21"),
+                            (15, most), (99, f"{most} 25 26")):
+        assert source.sample_captions(limit) == expected.split()
+    write_tar(tmp_path / "3.tar", {"0.jpg": picture(), "0.txt": "30"})
+    assert open_data(f"{tmp_path}/*.tar").sample_captions(2) == ["0", "20"]
 
 
 @pytest.mark.parametrize("n", [1, 5])
@@ -277,14 +201,15 @@ def test_a_batch_draws_other_random_numbers_than_its_images_and_other_batches(
 
 @pytest.mark.parametrize("workers", [0, 3])
 def test_a_batch_is_joined_from_small_parts(tmp_path, monkeypatch, workers):
-    """10 samples are parts of 3, 3 and 4 samples from workers in turn, each of which sends 10 of 30.
-    Captions are padded alike."""
+    """10 samples are parts of 3, 3 and 4 samples from workers in turn. Each sends 10 of 30.
+    Captions are padded alike. Whatever the batch is, a message has at most 64 images."""
+    whole = Stream(World(), None, None, None, None, 2048, 0)
+    assert (whole.part, whole.parts) == (64, 32)
     monkeypatch.setattr(Stream, "part", 4)
-    members = {f"{i}.jpg": picture() for i in range(30)}
     rows = [f"{i}.jpg,n{i}{' n7' * (i % 5)}" for i in range(30)]
-    write_files(tmp_path, members | {"a.csv": "\n".join(["filepath,title", *rows])})
-    source = open_data(f"{tmp_path}/a.csv")
-    loader, captions = stream(source, 10, seed=5), []
+    write_files(tmp_path, {f"{i}.jpg": picture() for i in range(30)}
+                | {"a.csv": "\n".join(["filepath,title", *rows])})
+    loader, captions = stream(open_data(f"{tmp_path}/a.csv"), 10, seed=5), []
     parts = take(loader, 9, workers)
     sizes = [len(part["images"]) for part in parts]
     assert sizes == [3, 3, 4, 3, 4, 3, 4, 3, 3] and loader.parts == 3
@@ -292,14 +217,13 @@ def test_a_batch_is_joined_from_small_parts(tmp_path, monkeypatch, workers):
         some = parts[3 * number : 3 * number + 3]
         batch = loader.join(some, number)
         assert torch.equal(batch["images"], torch.cat([part["images"] for part in some]))
-        texts = [" ".join(TOKENIZER.vocab[i] for i in row[1 : sum(mask) - 1])
-                 for part in some for row, mask in zip(*(part[name].tolist()
-                                                         for name in ("tokens", "mask")))]
+        texts = [text for part in some for text in part["captions"]]
         for found, expected in zip((batch["tokens"], batch["mask"]), TOKENIZER.batch(texts, 16)):
             assert torch.equal(found, expected)
         captions += texts
+        assert batch["captions"] == texts
         assert batch["position"] == {k: v for part in some for k, v in part["position"].items()}
-    assert sorted(captions) == sorted(" ".join(row.split(",")[1].split()) for row in rows)
+    assert sorted(captions) == sorted(row.split(",")[1] for row in rows)
 
 
 def test_a_batch_resumes_with_the_worker_whose_turn_it_is(tmp_path, monkeypatch):
@@ -316,33 +240,21 @@ def test_a_batch_resumes_with_the_worker_whose_turn_it_is(tmp_path, monkeypatch)
         assert all(torch.equal(a["images"], b["images"]) for a, b in zip(rest, parts[3 * batch :]))
 
 
-def test_a_message_of_a_worker_is_small():
-    """Whatever the batch is, a message holds at most 64 images, 10 MB at 224 x 224 pixels."""
-    loader = Stream(World(), None, None, None, None, 2048, 0)
-    assert (loader.part, loader.parts) == (64, 32)
-    assert 64 * 3 * 224 * 224 < 10e6
-
-
 def draws_one(image):
     """Return a random number in place of an image."""
     return torch.rand(1)
 
 
-@pytest.mark.parametrize("value, texts", [
-    ('["a dog", "a cat"]', ["a dog", "a cat"]), ('"nan"', ["nan"]), ("NaN", []), ("null", []),
-    ('["a dog", null]', ["a dog"]), ("[]", []), ("7", [])])
-def test_a_list_in_json_is_several_captions_and_no_text_is_none(tmp_path, value, texts):
-    rows = [("a.jpg", value), ("b.jpg", '"a bird"')]
-    coco = ",".join(f'{{"image_id": "{name}", "caption": {text}}}' for name, text in rows)
-    names = ",".join(f'{{"id": "{name}", "file_name": "{name}"}}' for name, _ in rows)
-    karpathy = ",".join(f'{{"split": "train", "filename": "{name}", "sentences": '
-                        f'[{{"raw": {text}}}]}}' for name, text in rows)
-    write_files(tmp_path, {"coco.json": f'{{"images": [{names}], "annotations": [{coco}]}}',
-                           "karpathy.json": f'{{"images": [{karpathy}]}}'})
-    for name in ("coco.json", "karpathy.json"):
-        source = open_data(str(tmp_path / name))
-        assert pairs(source).get("a.jpg", []) == texts
-        assert ("empty caption" in source.skipped) == (texts == [] or "null" in value)
+@pytest.mark.parametrize("cell, texts", [
+    ("['a cat', 'a dog']", ["a cat", "a dog"]), ('["a", "b"]', ["a", "b"]),
+    ("['a cat' 'a dog']", ["['a cat' 'a dog']"]), ("[1, 2]", ["[1, 2]"]),
+    (["a dog", " a cat"], ["a dog", "a cat"]), ("nan", ["nan"]), (math.nan, [""]), (None, [""]),
+    (["a dog", None], ["a dog", ""]), ([], [""]), (7, [""]), ("a\u200b", ["a\u200b"]),
+    *((text, [""]) for text in ("", "  ", "\u200b", "\ufeff \x01", "\u00ad\u200e"))])
+def test_a_cell_with_a_list_of_texts_has_several_captions(cell, texts):
+    """Python would join the two texts of numpy's form to one. What is no text, or has no printed
+    character, is no caption."""
+    assert common.clean_captions(cell) == texts
 
 
 # an image, a caption of it, its split
@@ -392,60 +304,47 @@ def test_what_holds_for_rows_holds_in_every_format(tmp_path, form):
         "splits: restval, train, val; left out: 1 x empty caption" in message)
 
 
-def test_a_shards_captions_are_cleaned_as_a_tables(tmp_path):
-    lines = "\n".join([ROWS_OF_SPLITS[0][1], " c ", "\u200b", "[sic] d"])
-    path = write_tar(tmp_path / "a.tar", {"x.jpg": picture(), "x.txt": lines})
-    assert TarShards(path).sample_captions(9) == ["a dog", "it's a cat", "c", "[sic] d"]
-
-
-def test_coco_captions_find_their_images_below_image_root(tmp_path):
+def test_coco_captions_find_their_images_by_ids_below_image_root(tmp_path):
+    """An id that two rows share is refused unless they are equal."""
     path = tmp_path / "captions.json"
     captions = [(3, "one"), (7, "two\n"), (3, "three"), (9, "of no image"), (7, None)]
-    path.write_text(json.dumps({
-        "images": [{"id": 7, "file_name": "/abs/b.jpg"}, {"id": 3, "file_name": "a.jpg"}],
-        "annotations": [{"image_id": i, "caption": caption} for i, caption in captions]}))
+    images = [{"id": 7, "file_name": "/abs/b.jpg"}, {"id": 3, "file_name": "a.jpg"}] * 2
+    data = {"images": images, "annotations": [{"image_id": i, "caption": x} for i, x in captions]}
+    path.write_text(json.dumps(data))
     (tmp_path / "images").mkdir()
     source = open_data(str(path), image_root=str(tmp_path / "images"))
     assert pairs(source) == {"a.jpg": ["one", "three"], "b.jpg": ["two"]}
     assert [source.path(i) for i in (0, 1)] == [str(tmp_path / "images/a.jpg"), "/abs/b.jpg"]
     assert source.skipped == {"caption without image": [1, f"{path}, image_id 9"],
                               "empty caption": [1, "/abs/b.jpg"]}
-
-
-def test_two_images_of_coco_with_one_id_are_refused_unless_they_are_the_same(tmp_path):
-    path, row = tmp_path / "captions.json", {"id": 7, "file_name": "a.jpg"}
-    data = {"images": [row, row], "annotations": [{"image_id": 7, "caption": "one"}]}
+    images[1] = images[1] | {"file_name": "c.jpg"}
     path.write_text(json.dumps(data))
-    assert pairs(open_data(str(path))) == {"a.jpg": ["one"]}
-    data["images"][1] = row | {"file_name": "b.jpg"}
-    path.write_text(json.dumps(data))
-    with pytest.raises(UserError, match=f"{path} has two images with the id 7"):
-        open_data(str(path))
+    assert f"{path} has two images with the id 3" in failure(open_data, str(path))
 
 
 def test_karpathys_json_gives_the_captions_of_one_split(tmp_path):
     path, images = tmp_path / "dataset_coco.json", []
     for name, split, captions in (("a.jpg", "train", "AB"), ("b.jpg", "restval", "C"),
-                                  ("c.jpg", "test", "D"), ("d.jpg", "val", "E")):
+                                  ("c.jpg", "test", "D")):
         images.append({"filename": name, "filepath": "val2014", "split": split,
                        "sentences": [{"raw": caption} for caption in captions]})
     path.write_text(json.dumps({"images": images}))
     assert pairs(open_data(str(path))) == {"a.jpg": ["A", "B"], "b.jpg": ["C"]}
-    assert pairs(open_data(str(path), split="test")) == {"c.jpg": ["D"]}
-    assert pairs(open_data(f"{path}:split=val", split="test")) == {"d.jpg": ["E"]}
+    assert pairs(open_data(f"{path}:split=test", split="val")) == {"c.jpg": ["D"]}
     assert open_data(str(path)).path(1) == str(tmp_path / "val2014/b.jpg")
 
 
 def test_a_table_stores_rows_in_numpy_buffers_and_names_that_are_not_utf8(tmp_path):
     """Worker processes share numpy's buffers. Each worker would copy lists and dicts."""
     texts = ["a", "héllo 猫", "lone \ud83d surrogate", "z" * 1000]
-    paths = ["a.jpg", os.fsdecode(b"\xff.jpg"), "\ud83d.jpg", "猫.jpg"]
+    paths = ["a.jpg", os.fsdecode(b"\xff.jpg"), "\ud83d.jpg", "x" * 5000 + "/猫.jpg"]
     source = CaptionTable(zip(paths, texts), "x", tmp_path)
     assert source.captions.tolist() == [*texts[:2], "lone ? surrogate", texts[3]]
     assert [source.path(i) for i in range(4)] == [str(tmp_path / path) for path in paths]
     (tmp_path / os.fsdecode(b"\xff.jpg")).write_bytes(picture())
     assert take(stream(CaptionTable([(paths[1], "n1")], "x", tmp_path)), 1)[0]["skipped"] == {0: {}}
-    source = CaptionTable([(f"{i}.jpg", f"n{i}") for i in range(50)], "x")
+    source = CaptionTable([(f"{i}.jpg", f"n{i}") for i in range(999)] + [(paths[3], "a")], "x")
+    assert source.paths.nbytes < 20_000
     assert not any(isinstance(v, (list, dict)) and len(v) >= 50 for v in vars(source).values())
 
 
@@ -459,19 +358,19 @@ def test_brace_ranges_expand_to_paths(pattern, paths):
 
 
 def test_a_sample_of_a_shard_has_the_image_and_the_captions_of_its_key(tmp_path):
-    jpg = picture()
+    jpg, long = picture(), "x" * 200
     path = write_tar(tmp_path / "a.tar", {
         "001.jpg": jpg, "001.txt": "one\n", "001.json": '{"caption": "not this"}',
         "002.json": "{", "002.txt": " two ", "002.PNG": jpg,
-        "003.jpg": jpg, "003.json": '{"caption": "not this"}', "004.jpg": jpg, "004.txt": " ",
+        "003.jpg": jpg, "003.json": '{"caption": "not this"}', "004.jpg": jpg, "004.txt": " \u200b",
         "005.txt": "no image",
-        "a/008.jpg": jpg, "a/008.txt": "eight", "b.c/008.jpg": jpg, "b.c/008.txt": "other",
-        "009.jpg": jpg, "009.txt": b"caf\xe9", "x" * 200 + ".jpg": jpg,
-        "x" * 200 + ".txt": "long\u2028name", "010.jpg": jpg, "010.txt": " ten\r\n\n10\n"})
+        "a/008.jpg": jpg, "a/008.txt": "eight", "b.c/008.jpg": jpg, "b.c/008.txt": '["b", "c"]',
+        "009.jpg": jpg, "009.txt": b"caf\xe9", f"{long}.jpg": jpg,
+        f"{long}.txt": "long\u2028name", "010.jpg": jpg, "010.txt": " ten\r\n\n10\n"})
     samples = [s[:2] for s in common.read_tars([path], "caption") if not s.problem]
-    texts = [["one"], ["two"], ["eight"], ["other"], ["long\u2028name"]]
-    assert samples == [(jpg, text) for text in [*texts, ["ten", "10"]]]
-    assert TarShards(path).sample_captions(99) == [*sum(texts, []), "ten", "10"]
+    texts = [["one"], ["two"], ["eight"], ["b", "c"], ["long\u2028name"], ["ten", "10"]]
+    assert samples == [(jpg, text) for text in texts]
+    assert TarShards(path).sample_captions(99) == sum(texts, [])
     assert skips_of(path) == [(common.NO_CAPTION, f"{path}:003"), ("empty caption", f"{path}:004"),
                               (common.NO_IMAGE, f"{path}:005"),
                               ("caption that is not UTF-8", f"{path}:009")]
@@ -479,81 +378,63 @@ def test_a_sample_of_a_shard_has_the_image_and_the_captions_of_its_key(tmp_path)
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 @pytest.mark.parametrize("odd", [
-    dict(), dict(mtime=1.7e9 + 0.25), dict(name="n" * 90 + "caf\xe9"),
+    dict(), dict(name="n" * 90 + "caf\xe9"), dict(name="long/" * 18 + "1.jpg"),
     dict(name="long/" * 40 + "1.jpg"), dict(type=tarfile.DIRTYPE), dict(type=tarfile.SYMTYPE),
     dict(mtime=1.5, name="\u732b.jpg"), dict(pax_headers={"path": "another"}, mtime=2.5)])
 def test_the_files_of_a_tar_are_read_in_order_from_any_of_them_on(tmp_path, format, odd):
+    if format == tarfile.USTAR_FORMAT and len(odd.get("name", "")) > 200:
+        return  # the format has no names of this length
     with tarfile.open(tmp_path / "a.tar", "w", format=format) as tar:
         for i in range(6):
             member = tarfile.TarInfo(f"{i}.txt")
-            for name, value in odd.items() if i in (2, 4) else ():
+            vars_of = odd if i in (2, 4) else {}
+            for name, value in vars_of.items():
                 setattr(member, name, value)
-            if member.isfile():
-                member.size = 600 * i
-            if len(member.name) > 200 and format == tarfile.USTAR_FORMAT:
-                return  # the format has no names of this length
+            member.size = 600 * i * member.isfile()
             tar.addfile(member, io.BytesIO(b"%d" % i * 600 * i))
     with tarfile.open(tmp_path / "a.tar") as tar:
         expected = [(member.offset, member.name, tar.extractfile(member).read())
                     for member in tar if member.isfile()]
     with open(tmp_path / "a.tar", "rb") as file:
         for k, (start, *_) in enumerate(expected):
-            found = [(member.offset, member.name, data)
-                     for member, data in common.read_files(file, start)]
-            assert found == expected[k:]
+            assert [(member.offset, member.name, data)
+                    for member, data in common.read_files(file, start)] == expected[k:]
 
 
-@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 @pytest.mark.parametrize("zeros", [0, 512 * 37])
-def test_tars_that_are_joined_are_all_read(tmp_path, format, zeros):
+def test_tars_that_are_joined_are_all_read(tmp_path, zeros):
     """A long name needs a header that is not plain."""
-    parts = []
-    for names in (["a.txt"], ["b.txt", "x" * 120 + ".txt"], ["c.txt"]):
-        file = io.BytesIO()
-        with tarfile.open(fileobj=file, mode="w", format=format) as tar:
-            for name in names:
-                info = tarfile.TarInfo(name)
-                info.size = 5
-                if format != tarfile.USTAR_FORMAT or len(name) < 100:
-                    tar.addfile(info, io.BytesIO(name[:5].encode()))
-        parts.append(file.getvalue() + bytes(zeros))
-    path = tmp_path / "both.tar"
-    path.write_bytes(b"".join(parts))
+    data, path, long = b"", tmp_path / "both.tar", "x" * 120 + ".txt"
+    for names in (["a.txt"], ["b.txt", long], ["c.txt"]):
+        write_tar(path, {name: name[:5] for name in names})
+        data += path.read_bytes() + bytes(zeros)
+    path.write_bytes(data)
     with open(path, "rb") as file:
-        found = [(member.name, data) for member, data in common.read_files(file, 0)]
-    long = [("x" * 120 + ".txt", b"xxxxx")] if format != tarfile.USTAR_FORMAT else []
-    assert found == [("a.txt", b"a.txt"), ("b.txt", b"b.txt"), *long, ("c.txt", b"c.txt")]
-    path.write_bytes(b"".join(parts) + b"garbage" * 99)
-    with open(path, "rb") as file, pytest.raises(tarfile.TarError):
-        list(common.read_files(file, 0))
-
-
-def test_a_pattern_names_the_shards_that_exist(tmp_path):
-    for name in ("00000", "00001", "00003", "[x]"):
-        write_tar(tmp_path / f"{name}.tar", {"0.jpg": picture(), "0.txt": name})
-    for pattern, names in (("0*", "00000 00001 00003"), ("0000{0..1}", "00000 00001"),
-                           ("0000[13]", "00001 00003"), ("[x]", "[x]")):
-        source = open_data(f"{tmp_path}/{pattern}.tar")
-        assert [Path(path).stem for path in source.paths] == names.split()
+        found = [(member.name, content) for member, content in common.read_files(file, 0)]
+    expected = [(name, name[:5].encode()) for name in ("a.txt", "b.txt", long, "c.txt")]
+    assert found == expected
+    for damage in (data + b"garbage" * 99, data[:20_000] + b"garbage" + data[20_007:]):
+        path.write_bytes(damage)
+        with open(path, "rb") as file, pytest.raises(tarfile.TarError):
+            list(common.read_files(file, 0))
 
 
 @pytest.mark.parametrize("pattern, names", [
     ("set[12]/{0..1}.tar", "set[12]/0 set[12]/1"), ("set[12]/*.tar", "set[12]/0 set[12]/1"),
     ("set[12]/[1-9].tar", "set[12]/1"), ("set[1]/*.tar", "set1/0 set1/2 set1/10"),
-    ("set?/1*.tar", "set1/10"), ("*/0.tar", "set1/0 set[12]/0")])  # set.txt is no directory
+    ("set?/1*.tar", "set1/10"), ("*/0.tar", "set1/0 set[12]/0"), ("[x].tar", "[x]"),
+    ("set1/1{0..0}.tar", "set1/10")])  # set.txt is no directory
 def test_what_exists_is_no_pattern_and_numbers_are_sorted_as_numbers(tmp_path, pattern, names):
-    for name in ("set[12]/0", "set[12]/1", "set1/10", "set1/2", "set1/0", "set1/._0"):
+    for name in ("set[12]/0", "set[12]/1", "set1/10", "set1/2", "set1/0", "set1/._0", "[x]"):
         write_files(tmp_path, {f"{name}.tar": "", "set.txt": ""})
     source = TarShards(f"{tmp_path}/{pattern}")
     assert source.paths == [f"{tmp_path}/{name}.tar" for name in names.split()]
 
 
-@pytest.mark.parametrize("spec", ["data", "data/*.tar", "data/*/0.tar", "data/b/*.tar"])
 @pytest.mark.parametrize("content", [None, "label"])
-def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch, spec, content):
-    write_files(tmp_path, {f"data/{name}/0.{end}": picture() for name in "abc"
-                           for end in ("jpg", "tar")})
-    scandir, bad = os.scandir, f"{tmp_path}/{'data' if spec == 'data/*.tar' else 'data/b'}"
+def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch, content):
+    write_files(tmp_path, {f"{name}/0.jpg": picture() for name in "abc"})
+    scandir, bad = os.scandir, f"{tmp_path}/b"
 
     def failing(path):
         if path == bad:
@@ -561,26 +442,8 @@ def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch, sp
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", failing)
-    message = failure(open_data, f"{tmp_path}/{spec}", content=content)
+    message = failure(open_data, str(tmp_path), content=content)
     assert message == f"Cannot read {bad}: Permission denied."
-
-
-def test_a_disk_that_cannot_answer_has_no_missing_files(tmp_path, monkeypatch, sleeps):
-    """A stale handle of a network's disk must not make a benchmark's directory a class folder."""
-    write_files(tmp_path, {"a.csv": "image,caption\nx.jpg,one\n", "set/test/nshards.txt": "1"})
-    stat, bad = os.stat, f"{tmp_path}/set/test/nshards.txt"
-
-    def stale(path, **more):
-        if str(path) in (bad, f"{tmp_path}/a.csv:caption=alt"):
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return stat(path, **more)
-
-    monkeypatch.setattr(os, "stat", stale)
-    for function, spec, path in ((evaluation.kind_of, f"{tmp_path}/set", bad),
-                                 (open_data, f"{tmp_path}/a.csv:caption=alt", None)):
-        message = failure(function, spec)
-        assert message == f"Cannot look at {path or spec}: Stale file handle."
-    assert sleeps == [1, 5, 25] * 2
 
 
 def identity(files, texts=("x", "y"), root="/data"):
@@ -589,7 +452,7 @@ def identity(files, texts=("x", "y"), root="/data"):
     return table.fingerprint, table.annotations
 
 
-def test_a_table_is_identified_by_paths_and_ranks_also_compare_captions():
+def test_data_are_identified_by_paths_and_ranks_also_compare_captions_and_labels(tmp_path):
     """A run continues with data that moved, or whose captions were mended: its positions and boxes
     are those of the last two parts of each path. Ranks compare whole paths below the root."""
     fingerprint, annotations = identity(["a/0.jpg", "b/0.jpg"])
@@ -599,29 +462,21 @@ def test_a_table_is_identified_by_paths_and_ranks_also_compare_captions():
         assert found[0] == fingerprint and found[1] != annotations
     for files in ["c/0.jpg", "b/0.jpg"], ["b/0.jpg", "a/0.jpg"]:
         assert identity(files)[0] != fingerprint
-
-
-def test_class_folders_are_identified_by_their_names_and_labels(tmp_path):
-    for name in "ab":
-        write_files(tmp_path, {f"data/{name}/0.jpg": picture()})
-    old = open_data(str(tmp_path / "data"), content=None)
-    (tmp_path / "data/0").mkdir()                            # shifts the labels
-    shifted = open_data(str(tmp_path / "data"), content=None)
+    write_files(tmp_path, {f"{name}/0.jpg": picture() for name in "ab"})
+    old = open_data(str(tmp_path), content=None)
+    (tmp_path / "0").mkdir()                                 # shifts the labels
+    shifted = open_data(str(tmp_path), content=None)
     assert shifted.fingerprint == old.fingerprint and shifted.annotations != old.annotations
     assert shifted.only([1]).annotations != old.only([1]).annotations
-    (tmp_path / "data/b").rename(tmp_path / "data/c")
-    assert open_data(str(tmp_path / "data"), content=None).fingerprint != old.fingerprint
     assert World().fingerprint == World().fingerprint != World(objects=2).fingerprint
 
 
 def test_shards_are_identified_by_their_names_sizes_and_first_headers(tmp_path):
     """A run that resumes on other shards begins them anew, as its positions belong to others."""
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        write_tar(tmp_path / name / "0.tar", {f"{name}.jpg": bytes(99), f"{name}.txt": "a text"})
-    a, b = (tmp_path / name / "0.tar" for name in "ab")
-    assert a.stat().st_size == b.stat().st_size
-    assert open_data(str(a)).fingerprint != open_data(str(b)).fingerprint
+    write_files(tmp_path, {f"{name}/0.tar": {f"{name}.jpg": bytes(99)} for name in "ab"})
+    a, b = (open_data(f"{tmp_path}/{name}/0.tar") for name in "ab")
+    assert os.path.getsize(a.paths[0]) == os.path.getsize(b.paths[0])
+    assert a.fingerprint != b.fingerprint
     found = [open_data(write_shards(tmp_path, [3, 2])).fingerprint]
     shutil.copytree(tmp_path, tmp_path / "moved")
     found.append(open_data(f"{tmp_path}/moved/*.tar").fingerprint)
@@ -632,90 +487,33 @@ def test_shards_are_identified_by_their_names_sizes_and_first_headers(tmp_path):
     assert found[0].startswith("2 shards, ")
 
 
-def looks_of(monkeypatch, pattern, **settings):
-    """Return the shards, and how often the disk was asked about a file."""
-    looks = []
-    with monkeypatch.context() as patch:
-        for module, name in ((os, "stat"), (os, "lstat"), (common, "open")):
-            def look(path, *more, real=getattr(module, name, open), **named):
-                looks.append(path)
-                return real(path, *more, **named)
-            patch.setattr(module, name, look, raising=False)
-        source = TarShards(pattern, **settings)
-    return source, len(looks)
-
-
-@pytest.mark.parametrize("pattern", ["{000..004}.tar", "00*.tar"])
-def test_the_disk_is_asked_once_about_each_shard(tmp_path, monkeypatch, pattern):
-    write_shards(tmp_path, [1] * 5)
-    assert looks_of(monkeypatch, f"{tmp_path}/{pattern}")[1] <= 5 + 2 * (pattern[0] == "0")
-
-
-def looks_of_rank(rank, pattern):
-    """Open shards as one of the two ranks of a machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_RANK", str(rank))
-        patch.setenv("LOCAL_WORLD_SIZE", "2")
-        source, looks = looks_of(patch, pattern, on_ranks=True)
-        gone = failure(TarShards, pattern.replace("004}", "005}"), on_ranks=True)
-    return source.fingerprint, looks, gone
-
-
-@pytest.mark.ranks
-def test_ranks_of_a_machine_share_the_looks_at_shards(tmp_path):
-    pattern = write_shards(tmp_path, [1, 2, 3, 4, 5])
-    alone = TarShards(pattern)
-    (first, looks, gone), (second, fewer, also_gone) = run_ranks(tmp_path, looks_of_rank, 2, pattern)
-    assert first == second == alone.fingerprint and (looks, fewer) == (3, 2)
-    assert gone == also_gone and re.search("1 of the 6 shards .* the first is .*005.tar", gone)
-
-
-def test_a_rank_knows_the_shards_of_its_own_machine(tmp_path, monkeypatch):
-    """Rank 3 is on the second of two machines, which have two ranks and three. It looks at all
-    shards itself if another rank has other paths."""
-    pattern, gone = write_shards(tmp_path, [1, 2, 3, 4]), "No such file"
-    alone = TarShards(pattern)
-    a, b, c, d = looks = common.look_at_shards(alone.paths, False)
-    monkeypatch.setattr(common, "this_rank", lambda: (3, 5))
-    monkeypatch.setattr(common, "local_rank", lambda: (1, 3))
-
-    def ranks(*looks, hashes=()):
-        """Each rank gives a hash of its paths, then what it has seen."""
-        monkeypatch.setattr(common, "gather_objects", lambda own: [
-            own, *hashes] if isinstance(own, int) else [*looks[:3], own, *looks[3:]])
-
-    for others, hashes in (([[a, d], [c]], ()), ([[gone, gone], [gone]], [7])):
-        ranks([gone, gone], [gone, gone], *others, hashes=hashes)
-        assert common.look_at_shards(alone.paths, True) == looks
-        assert TarShards(pattern, True).fingerprint == alone.fingerprint
-    ranks([a, c], [b, d], [a, d], [gone])
-    with pytest.raises(UserError, match=r"1 of the 4 .* first is .*/002.tar \(No such file\): name"):
-        TarShards(pattern, True)
-
-
-def test_an_error_of_the_disk_is_told(tmp_path, monkeypatch):
-    def stale(*arguments):
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    pattern = write_shards(tmp_path, [1])
-    (tmp_path / "folder.tar").mkdir()
-    with pytest.raises(UserError, match=r"first is .*folder.tar \(Is a directory\): name"):
-        TarShards(f"{tmp_path}/*.tar")
-    monkeypatch.setattr(common, "open", stale, raising=False)
-    with pytest.raises(UserError, match=r"first is .*000.tar \(Stale file handle\): name"):
-        TarShards(pattern)
+def test_the_first_rank_of_a_machine_looks_at_its_shards(tmp_path, monkeypatch):
+    """Ranks 2 and 3 are on the second machine. Both know what rank 2 has seen."""
+    pattern, opened = write_shards(tmp_path, [1, 2]), []
+    alone, gone = TarShards(pattern), ["No such file"] * 2
+    looks = common.look_at_shards(alone.paths, False)
+    monkeypatch.setattr(common, "open", lambda *x: opened.append(x) or open(*x), raising=False)
+    for local in (0, 1):
+        monkeypatch.setattr(common, "this_rank", lambda: (2 + local, 4))
+        monkeypatch.setattr(common, "local_rank", lambda: (local, 2))
+        for seen in (looks, gone):
+            ranks = lambda own: [gone, None, own or seen, None]
+            monkeypatch.setattr(common, "gather_objects", ranks)
+            if local == 0 or seen is looks:
+                assert TarShards(pattern, True).fingerprint == alone.fingerprint
+            else:
+                message = failure(TarShards, pattern, True)
+                assert re.search(r"2 of the 2 .* is .*/000.tar \(No such file\): name", message)
+        assert len(opened) == 4  # rank 2 has opened two shards twice, rank 3 none
 
 
 def test_every_image_of_a_shard_is_used_or_counted(tmp_path):
     """A key ends at the first dot of a name, so several images may have one key."""
-    images = [picture(value=i) for i in range(4)]
-
     def read(*names):
         """Write a shard with these members -> the captions of its samples, the reasons of skips."""
         with tarfile.open(tmp_path / "a.tar", "w") as tar:
             for i, name in enumerate(names):
-                member = tarfile.TarInfo(name)
-                data = f"n{i}".encode() if name.endswith("txt") else images[i % 4]
+                member, data = tarfile.TarInfo(name), f"n{i}".encode()
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
         samples = list(common.read_tars([str(tmp_path / "a.tar")], "caption"))
@@ -732,12 +530,10 @@ def test_every_image_of_a_shard_is_used_or_counted(tmp_path):
 
 
 def test_a_broken_shard_gives_its_complete_samples_and_is_counted_once(tmp_path):
-    good = write_shards(tmp_path, [3]).replace("{000..000}", "000")
-    data, bad = Path(good).read_bytes(), tmp_path / "bad.tar"
-    assert skips_of(good) == []
-    whole = len(data.rstrip(b"\0")) // 512 * 512 + 512  # without the two blocks of zeros at the end
-    counts = []
+    write_shards(tmp_path, [3])
+    data, bad, counts = (tmp_path / "000.tar").read_bytes(), tmp_path / "bad.tar", []
     content = len(data.rstrip(b"\0"))                       # the end of the last caption
+    whole = content // 512 * 512 + 512  # without the two blocks of zeros at the end
     for cut in sorted([*range(1, whole, 97), content, whole]):
         bad.write_bytes(data[:cut])
         reasons = [reason for reason, _ in skips_of(bad)]
@@ -745,15 +541,13 @@ def test_a_broken_shard_gives_its_complete_samples_and_is_counted_once(tmp_path)
         counts.append(len(list(common.read_tars([bad], "caption"))) - len(reasons))
         assert counts[-1] <= (cut + 511) * 3 // whole  # a last block need not be padded
         assert cut < content or counts[-1] == 3
-    assert counts == sorted(counts) and counts[-1] == 3 and set(counts) == {0, 1, 2, 3}
-    middle = bytearray(data)
-    middle[whole // 3 : whole // 3 + 512] = b"x" * 512  # damages a header in the middle
-    bad.write_bytes(middle)
-    assert skips_of(bad)[-1][0] == common.BAD_SHARD
-    assert len(list(common.read_tars([bad], "caption"))) == 2
+    assert counts == sorted(counts) and set(counts) == {0, 1, 2, 3}
+    bad.write_bytes(data[: whole // 3] + b"x" * 512 + data[whole // 3 + 512 :])  # a header
+    assert common.BAD_SHARD in [reason for reason, _ in skips_of(bad)]
     (reason, where), = skips_of(tmp_path / "gone.tar")
     assert reason == common.BAD_SHARD and "No such file" in where
     bad.write_bytes(data)
+    assert skips_of(bad) == []
     with open(bad, "rb", buffering=0) as file:
         rows = common.read_files(file, 0)
         next(rows)
@@ -793,8 +587,8 @@ def test_labels_of_shards_come_from_cls_or_json(tmp_path, capsys):
     assert [label for _, label in TarShards(path).each("label")][:1] == [3]
     assert "shard" in capsys.readouterr().out
     shards = TarShards(write_tar(tmp_path / "1.tar", {"a.jpg": jpg, "a.txt": "words"}))
-    with pytest.raises(UserError, match="no image that can be used .*1 x no label"):
-        list(shards.each("label"))
+    message = failure(list, shards.each("label"))
+    assert re.search("no image that can be used .*1 x no label", message)
 
 
 def test_a_label_of_no_class_is_left_out_with_its_key_and_a_name_is_a_label(tmp_path, capsys):
@@ -804,27 +598,22 @@ def test_a_label_of_no_class_is_left_out_with_its_key_and_a_name_is_a_label(tmp_
     (tmp_path / "names").write_text("cat\ndog\nbird\n")
     flags = [*SMALL["classifier"], "--data", path, "--classes", tmp_path / "names", "--workers", 0]
     train_alone([*flags, "--batch", 4, "--steps", 3, "--out", tmp_path / "run"])
-    printed = capsys.readouterr().out
-    skipped = read_log(tmp_path / "run")[-1]["skipped"]
-    assert set(skipped) == {common.BAD_LABEL, "no label"} and "numbered from 1" in common.BAD_LABEL
-    assert f"{common.BAD_LABEL}, the last {path}:3 (label '3')" in printed
+    assert f"{common.BAD_LABEL}, the last {path}:3" in capsys.readouterr().out
+    assert set(read_log(tmp_path / "run")[-1]["skipped"]) == {common.BAD_LABEL, "no label"}
     source = TarShards(path)
     source.content, source.classes = "label", ["cat", "dog", "bird"]
     found = {sample.name: sample.value for sample, _ in itertools.islice(source.samples(0, 0, 1), 8)
              if not sample.problem}
     assert found == {f"{path}:{i}": label for i, label in ((0, 2), (1, 1), (2, 2), (4, 0), (6, 0))}
     # an evaluation ends at once: its figures would be about other classes
-    assert "has wrong labels (left out: 1 x label above" in failure(list, source.each("label"))
     message = failure(evaluation.main, [str(tmp_path / "run"), "--data", path, "--device", "cpu"])
-    assert "has wrong labels" in message
+    assert "has wrong labels (left out: 1 x label above" in message
 
 
 def test_a_random_sample_may_come_from_more_shards_than_can_be_open(tmp_path):
-    for i in range(60):
-        write_tar(tmp_path / f"{i}.tar", {"a.jpg": picture(), "a.cls": str(i)})
+    write_files(tmp_path, {f"{i}.tar": {"a.jpg": b"", "a.cls": str(i)} for i in range(60)})
     source, limits = open_data(f"{tmp_path}/{{0..59}}.tar"), resource.getrlimit(RLIMIT_NOFILE)
-    few = len(os.listdir("/proc/self/fd")) + 20
-    resource.setrlimit(RLIMIT_NOFILE, (few, limits[1]))
+    resource.setrlimit(RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
     try:
         labels = [label for _, label in source.each("label", 99)]
     finally:
@@ -833,18 +622,14 @@ def test_a_random_sample_may_come_from_more_shards_than_can_be_open(tmp_path):
 
 
 @pytest.mark.parametrize("width, height, mode, format", [
-    *((20, 12, *kind.split()) for kind in ("RGB JPEG", "L JPEG", "CMYK JPEG", "RGB PNG", "L PNG",
-                                           "LA PNG", "RGBA PNG", "P GIF", "RGBA WEBP", "RGB BMP",
-                                           "RGB TIFF")),
+    *((20, 12, *kind.split()) for kind in ("RGB JPEG", "L JPEG", "CMYK JPEG", "LA PNG", "P GIF",
+                                           "RGBA WEBP", "RGB BMP", "RGB TIFF")),
     (1, 1, "RGB", "PNG"), (1, 300, "RGB", "PNG"), (300, 1, "RGB", "PNG")])
-def test_every_mode_and_size_decodes_to_rgb(tmp_path, width, height, mode, format):
-    path = tmp_path / "x"
-    path.write_bytes(picture(width, height, mode, format))
-    for file in (str(path), path.read_bytes()):
-        image = common.open_image(file, 100)
-        assert image.mode == "RGB" and image.size == (width, height)
-        for transform in (common.train_transform(8), common.eval_transform(8)):
-            assert transform(image).shape == (3, 8, 8)
+def test_every_mode_and_size_decodes_to_rgb(width, height, mode, format):
+    image = common.open_image(picture(width, height, mode, format), 100)
+    assert image.mode == "RGB" and image.size == (width, height)
+    for transform in (common.train_transform(8), common.eval_transform(8)):
+        assert transform(image).shape == (3, 8, 8)
 
 
 def test_decoding_keeps_colours_and_blends_transparency_with_white():
@@ -859,23 +644,10 @@ def test_decoding_keeps_colours_and_blends_transparency_with_white():
         assert common.open_image(data, 4).getpixel((0, 0)) == colour
 
 
-@pytest.mark.parametrize("format", ["PNG", "TIFF", "PPM"])
-def test_images_of_16_bits_keep_their_tones(format):
-    file = io.BytesIO()
-    tones = np.linspace(0, 65535, 256).astype(np.uint16).reshape(16, 16)
-    Image.fromarray(tones).save(file, format)
-    pixels = np.asarray(common.open_image(file.getvalue(), 4))
-    assert pixels.shape == (16, 16, 3)
-    assert np.abs(pixels[..., 0].ravel().astype(int) - np.arange(256)).max() <= 1
-
-
-@pytest.mark.parametrize("size", [(640, 480), (481, 333), (97, 800), (64, 64), (63, 200)])
+@pytest.mark.parametrize("size", [(640, 480), (97, 800), (64, 64)])
 @pytest.mark.parametrize("min_side", [8, 60, 333])
 def test_jpeg_drafts_are_large_enough_and_close_to_the_image(size, min_side):
-    """To save time, JPEG's decoder can return an image at 1/2, 1/4 or 1/8 of its size.
-
-    No side may be below min_side.
-    """
+    """To save time, JPEG's decoder can return an image at 1/2, 1/4 or 1/8 of its size."""
     x, y = np.meshgrid(np.linspace(0, 255, size[0]), np.linspace(0, 255, size[1]))
     file = io.BytesIO()
     Image.fromarray(np.stack([x, y, (x + y) / 2], -1).astype(np.uint8)).save(file, "JPEG")
@@ -883,14 +655,7 @@ def test_jpeg_drafts_are_large_enough_and_close_to_the_image(size, min_side):
     assert min(draft.size) >= min(min_side, *size)
     assert min_side > 8 or min(draft.size) < 128             # the image was made smaller
     full = Image.open(file).resize(draft.size, Image.Resampling.BOX)
-    difference = np.asarray(draft, dtype=float) - np.asarray(full, dtype=float)
-    assert np.abs(difference).mean() < 5
-
-
-def test_an_image_with_too_many_pixels_raises_an_error(monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
-    with pytest.raises(Image.DecompressionBombError, match="64 pixels"):
-        common.open_image(picture(8, 8))
+    assert np.abs(np.asarray(draft, float) - np.asarray(full, float)).mean() < 5
 
 
 def tones(dtype, scale):
@@ -911,7 +676,8 @@ def drawing(mode):
 
 
 # {name: (image, format of its file)}
-KINDS = {"16 bits": (tones(np.uint16, 65535), "PNG"), "32 bits": (tones(np.int32, 255), "TIFF"),
+KINDS = {**{f"16 bits {kind}": (tones(np.uint16, 65535), kind) for kind in ("PNG", "TIFF", "PPM")},
+         "32 bits": (tones(np.int32, 255), "TIFF"),
          "32 bits, bright": (tones(np.int32, 65535), "TIFF"),
          "floats": (tones(np.float32, 1), "TIFF"), "large floats": (tones(np.float32, 255), "TIFF"),
          **{f"{mode} {format}": (drawing(mode), format) for mode, format in (
@@ -928,34 +694,30 @@ def test_a_path_its_bytes_and_a_pil_image_give_the_same_pixels(tmp_path, kind):
         pictures = [np.asarray(common.open_image(x)) for x in (str(tmp_path / "x"), data, opened)]
     assert np.array_equal(pictures[0], pictures[1]) and np.array_equal(pictures[0], pictures[2])
     grey = pictures[0].mean(2)
-    if format == "TIFF" or kind == "16 bits":
+    if grey.shape == (8, 256):
         assert np.abs(grey - np.arange(256)).max() <= 1
     else:
         assert grey[16, 16] == grey[0, 0] == 255 and grey[16, 7] == 0
 
 
-def test_photos_are_turned_by_their_exif_orientation():
-    """Orientation 6 belongs to a camera that was turned by 90 degrees. Drafts are turned, too."""
-    image, file = Image.new("RGB", (80, 40), "red"), io.BytesIO()
-    image.paste("blue", (0, 0, 40, 40))                      # the left half; once turned, the upper
-    exif = Image.Exif()
-    exif[common.ORIENTATION], exif[ExifTags.Base.ResolutionUnit] = 6, 2
-    image.save(file, "JPEG", exif=exif)
+@pytest.mark.parametrize("orientation", range(10))
+def test_an_image_is_turned_as_pil_turns_it(orientation):
+    """Orientation 6 belongs to a camera that was turned by 90 degrees. A tag of another type is
+    damage: PIL could not write it again."""
+    image = Image.fromarray(np.arange(24, dtype=np.uint8).reshape(2, 4, 3))
+    exif = image.getexif()
+    exif[ExifTags.Base.Orientation], exif[ExifTags.Base.ResolutionUnit] = orientation, 2
+    turned = np.asarray(ImageOps.exif_transpose(image))
+    assert np.array_equal(np.asarray(common.open_image(image)), turned)
+    file = io.BytesIO()
+    image.resize((80, 40), 0).save(file, "JPEG", exif=exif)
     short = bytes.fromhex("0128 0003")                       # the tag's number, then its type
     damaged = file.getvalue().replace(short, bytes.fromhex("0128 0007"))
     assert damaged != file.getvalue()
-    for content in (file.getvalue(), damaged):
-        for found in (common.open_image(content), common.open_image(content, 10)):
-            assert found.height == 2 * found.width
-            assert found.getpixel((2, 2))[2] > 200 > found.getpixel((2, found.height - 3))[2]
-
-
-@pytest.mark.parametrize("orientation", range(10))
-def test_an_image_is_turned_as_pil_turns_it(orientation):
-    image = Image.fromarray(np.arange(24, dtype=np.uint8).reshape(2, 4, 3))
-    image.getexif()[ExifTags.Base.Orientation] = orientation
-    turned = np.asarray(ImageOps.exif_transpose(image))
-    assert np.array_equal(np.asarray(common.open_image(image)), turned)
+    for size in (None, 10):                                  # drafts are turned, too
+        found = common.open_image(damaged, size)
+        assert np.array_equal(found, common.open_image(file.getvalue(), size))
+        assert (found.height > found.width) == (turned.shape[0] > turned.shape[1])
 
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "JPEG"])
@@ -977,7 +739,7 @@ def test_a_damaged_exif_block_prints_no_warning(tmp_path):
     assert printed == []
 
 
-@pytest.mark.parametrize("error", [RuntimeError, TypeError, ZeroDivisionError, AttributeError])
+@pytest.mark.parametrize("error", [RuntimeError, ZeroDivisionError])
 def test_a_damaged_image_is_counted_whatever_error_pil_raises(tmp_path, monkeypatch, capsys, error):
     spec, to_rgb = write_table(tmp_path, 4), common.to_rgb
 
@@ -989,13 +751,12 @@ def test_a_damaged_image_is_counted_whatever_error_pil_raises(tmp_path, monkeypa
     Image.new("RGB", (8, 8)).save(tmp_path / "2.jpg", "JPEG", comment=b"damaged")
     monkeypatch.setattr(common, "to_rgb", fail)
     batch = take(stream(open_data(spec), 3), 2)[1]
-    (count, example), = [reason["unreadable image"] for reason in batch["skipped"].values()]
-    assert count >= 1 and example == f"{tmp_path}/2.jpg ({error.__name__}: decoding failed)"
+    example = f"{tmp_path}/2.jpg ({error.__name__}: decoding failed)"
+    assert batch["skipped"][0]["unreadable image"][1] == example
     files = [(f"{tmp_path}/{i}.jpg", i) for i in range(4)]
     assert [i for _, i in evaluation.read_images(files, common.open_image)] == [0, 1, 3]
-    printed = capsys.readouterr().out
     assert (f"skipped 1 of 4 images that cannot be read: 1 x unreadable image, the last {example}"
-            in printed)
+            in capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("size", [(1, 20_000), (20_000, 1), (3, 5000), (16, 400)])
@@ -1013,8 +774,7 @@ def test_a_thin_image_needs_little_memory_and_keeps_its_middle(size):
 @pytest.mark.parametrize("size", [(40, 30), (8, 64), (64, 8), (1, 1)])
 def test_evaluation_images_have_the_pixels_of_openclips_transform(size):
     image = Image.open(io.BytesIO(picture(*size))).convert("RGB")
-    reference = v2.Compose([v2.Resize(16, v2.InterpolationMode.BICUBIC), v2.CenterCrop(16),
-                            v2.PILToTensor()])
+    reference = v2.Compose([v2.Resize(16, BICUBIC), v2.CenterCrop(16), v2.PILToTensor()])
     assert torch.equal(common.eval_transform(16)(image), reference(image))
 
 
@@ -1031,13 +791,17 @@ def test_the_order_of_a_table_equals_a_literal_loop(parts):
         assert [(path, caption) for (path, caption, *_), _ in samples] == expected
 
 
-def test_ranks_and_workers_draw_different_scenes():
+def test_ranks_and_workers_draw_different_scenes(tmp_path):
+    """Nor are two crops of an image equal. torch's own generator draws nothing for them."""
     batches = []
     for rank in range(2):
-        stream = WorldStream(World(size=16), TOKENIZER, None, 0, 16, 4, 0, rank, 2)
-        batches += take(stream, 2, workers=2)
+        batches += take(WorldStream(World(size=16), TOKENIZER, None, 0, 16, 4, 0, rank, 2), 2, 2)
     for a, b in itertools.combinations(batches, 2):
         assert not torch.equal(a["images"], b["images"])
+    before = torch.get_rng_state()
+    crops = stream(open_data(write_table(tmp_path, 1)), transform=common.train_transform(8, 0.5))
+    assert len({image.numpy().tobytes() for image in take(crops, 1)[0]["images"]}) > 1
+    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("ranks, workers", [(1, 0), (3, 0), (2, 2)])
@@ -1113,17 +877,16 @@ def test_shards_resume_at_every_sample_and_read_little_again(tmp_path, monkeypat
 
 
 def test_a_shard_is_read_in_large_pieces_from_begin_to_end(tmp_path, monkeypatch):
-    places, members, readv = [], {}, os.readv
+    places, members, preadv = [], {}, os.preadv
 
-    def counted(file, buffers):
-        place = os.lseek(file, 0, os.SEEK_CUR)
-        places.append((place, readv(file, buffers)))
+    def counted(file, buffers, place):
+        places.append((place, preadv(file, buffers, place)))
         return places[-1][1]
 
     for i in range(300):
         members |= {f"{i}.jpg": picture() + bytes(20_000), f"{i}.txt": f"n{i}"}
     path = write_tar(tmp_path / "0.tar", members)
-    monkeypatch.setattr(os, "readv", counted)
+    monkeypatch.setattr(os, "preadv", counted)
     samples = TarShards(path).samples(0, 0, 1)
     next(samples)
     first = len(places)
@@ -1133,28 +896,17 @@ def test_a_shard_is_read_in_large_pieces_from_begin_to_end(tmp_path, monkeypatch
     assert first <= len(places) - 2 and len(places) <= size // 2**20 + 3
 
 
-def test_neighbours_of_a_shard_seldom_meet_in_a_batch(tmp_path, monkeypatch):
-    """The buffer holds half of `span`, here 200 samples. Two neighbours then meet in a batch of 20
-    with a probability of about 20 / 400."""
-    small_buffer(monkeypatch, 400 * (1000 + len(picture())), 10**6)
-    source = open_data(write_shards(tmp_path, [400] * 4))
-    names = [int(caption[1:]) for caption in captions_of_samples(source, 1600)]
-    assert sorted(names) == [*range(1600)]
-    batch = np.argsort(names) // 20
-    assert 0.03 < np.mean(batch[1:] == batch[:-1]) < 0.08
-
-
 def test_captions_of_a_shards_image_alternate_between_epochs(tmp_path):
-    jpg, captions, members = picture(), {}, {}
+    """The first caption depends on the position of the key's first header in the shard. A change of
+    this rule would change the captions of runs that are resumed."""
+    captions, members = defaultdict(list), {}
     for i in range(6):
-        members |= {f"{i}.jpg": jpg, f"{i}.txt": f"n{i} n0\nn{i} n1\n\nn{i} n2\n"}
+        members |= {f"{i}.jpg": picture(), f"{i}.txt": f"n{i} n0\nn{i} n1\n\nn{i} n2\n"}
     source = open_data(write_tar(tmp_path / "0.tar", members))
     for epoch in range(3):
         for caption in captions_of_samples(source, 6, start=6 * epoch):
-            captions.setdefault(caption[:2], []).append(caption[3:])
+            captions[caption[:2]].append(caption[3:])
     assert [sorted(turns) for turns in captions.values()] == [["n0", "n1", "n2"]] * 6
-    # The first caption depends on the position of the key's first header in the shard. A change
-    # of this rule would change the captions of runs that are resumed.
     rows = [rows[0] for rows, _ in common.read_keys(source.paths[0])]
     firsts = {f"n{key.name[-1]}": f"n{key.number // 512 % 3}" for key in rows}
     assert {name: turns[0] for name, turns in captions.items()} == firsts
@@ -1162,19 +914,10 @@ def test_captions_of_a_shards_image_alternate_between_epochs(tmp_path):
     assert source.sample_captions(4) == ["n0 n0", "n0 n1", "n0 n2", "n1 n0"]
 
 
-def test_augmentation_changes_between_epochs_and_leaves_torchs_generator_unchanged(tmp_path):
-    source, before = open_data(write_table(tmp_path, 1)), torch.get_rng_state()
-    crops = stream(source, 4, transform=common.train_transform(8, 0.5))
-    images = take(crops, 1)[0]["images"]
-    assert len({image.numpy().tobytes() for image in images}) > 1
-    assert torch.equal(before, torch.get_rng_state())
-
-
 BAD_SHARDS = {  # {reason for skipping: members of the shard}
     common.BAD_SHARD: b"", "empty caption": {"0.jpg": picture(), "0.txt": ""},
     "unreadable image": {"0.jpg": b"no image", "0.txt": "n0"},
-    "caption that is not UTF-8": {"0.jpg": picture(), "0.txt": "n0".encode("utf-16-le"),
-                                  "1.jpg": picture(), "1.txt": "né".encode("latin-1")},
+    "caption that is not UTF-8": {"0.jpg": picture(), "0.txt": "né".encode("latin-1")},
     common.NO_IMAGE: {f"{i}.txt": "n0" for i in range(30)}}
 
 
@@ -1274,8 +1017,7 @@ def test_class_folders_give_classes_labels_and_captions(tmp_path):
     file.write_text("aeroplane\nfire engine\n\n")
     assert common.class_names(source.classes, file) == (["aeroplane", "fire engine"], str(file))
     file.write_text("aeroplane\n\nfire engine\n")  # the number of a line can be a label
-    with pytest.raises(UserError, match="has 3 names for 2 class folders"):
-        common.class_names(source.classes, file)
+    assert "has 3 names for 2 class folders" in failure(common.class_names, source.classes, file)
 
 
 @pytest.mark.parametrize("folders, refused", [
@@ -1292,11 +1034,14 @@ def test_parts_of_a_data_set_are_no_classes(tmp_path, folders, refused):
             assert open_data(str(tmp_path), content=content).classes == sorted(folders.split())
 
 
-@pytest.mark.parametrize("folders", ["photos", "00000 00001", "7"])
+@pytest.mark.parametrize("folders", ["photos", "0 2 9 10", "7", "0 10 9 x2"])
 def test_folders_that_name_nothing_teach_no_captions(tmp_path, folders):
+    """Folders that are all named by numbers are sorted as numbers."""
     write_files(tmp_path, {f"{name}/1.jpg": picture() for name in folders.split()})
     source = open_data(str(tmp_path))
-    assert f"'a photo of a {folders.split()[0]}.'" in failure(source.sample_captions, 9)
+    assert source.classes == folders.split()
+    if "x2" not in folders:
+        assert f"'a photo of a {folders.split()[0]}.'" in failure(source.sample_captions, 9)
 
 
 def test_captions_beside_the_images_of_class_folders_are_not_ignored(tmp_path):
@@ -1310,16 +1055,24 @@ def test_captions_beside_the_images_of_class_folders_are_not_ignored(tmp_path):
     assert len(open_data(str(tmp_path), content=None)) == 8
 
 
-def test_links_below_class_folders_are_followed_and_hidden_names_are_not_read(tmp_path):
+def test_links_below_class_folders_are_followed_and_hidden_names_are_not_read(
+        tmp_path, monkeypatch):
+    """A link to itself is a file that cannot be read. Links alone are looked at: the other entries
+    tell what they are."""
     files = ("data/cat/1.jpg data/cat/.ipynb_checkpoints/1-checkpoint.jpg data/cat/@eaDir/1.jpg "
              "data/cat/._1.jpg data/dog/deep/er/1.pgm data/dog/1.jfif elsewhere/2.jpg")
     write_files(tmp_path, dict.fromkeys(files.split(), picture()))
     (tmp_path / "data/cat/more").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "data/dog/deep/up").symlink_to(tmp_path / "data/dog")        # circular
+    for folder in ("data", "data/cat"):
+        (tmp_path / folder / "loop").symlink_to("loop")
+    looked, look = [], common.look_at
+    monkeypatch.setattr(common, "look_at", lambda path: looked.append(path) or look(path))
     source = open_data(f"{tmp_path}/data", content="label")
     paths = [os.path.relpath(source.path(i), tmp_path / "data") for i in range(len(source))]
     assert paths == ["cat/1.jpg", "cat/more/2.jpg", "dog/1.jfif", "dog/deep/er/1.pgm"]
-    assert source.labels.tolist() == [0, 0, 1, 1] and source.skipped == {}
+    assert source.labels.tolist() == [0, 0, 1, 1] and len(source.skipped) == 2
+    assert {Path(path).name for path in looked} == {"data", "loop", "more", "up"}
 
 
 def test_training_without_labels_reads_images_at_every_depth(tmp_path):
@@ -1327,30 +1080,12 @@ def test_training_without_labels_reads_images_at_every_depth(tmp_path):
     files = "1.jpg", "2.jpg", "more/3.jpg", "none/notes.txt"
     write_files(tmp_path, dict.fromkeys(files, picture()))
     source = open_data(str(tmp_path), content=None)
-    assert [os.path.basename(source.path(i)) for i in range(len(source))] == [
-        "1.jpg", "2.jpg", "3.jpg"] and source.classes is None
-    with pytest.raises(UserError, match="1 of the 2 class folders"):
-        open_data(str(tmp_path))
-
-
-def test_folders_named_by_numbers_are_sorted_as_numbers(tmp_path):
-    write_files(tmp_path, {f"{kind}/{name}/1.jpg": picture() for kind, names in (
-        ("numbers", "10 9 0 2"), ("words", "10 9 0 x2")) for name in names.split()})
-    assert open_data(f"{tmp_path}/numbers").classes == ["0", "2", "9", "10"]
-    assert open_data(f"{tmp_path}/words").classes == ["0", "10", "9", "x2"]
-
-
-def test_a_table_with_a_long_path_keeps_all_paths():
-    paths = [f"{i}.jpg" for i in range(1000)] + ["x" * 5000 + "/\u732b.jpg"]
-    table = CaptionTable([(path, "n1") for path in paths], "a.csv")
-    assert [table.path(i) for i in range(1001)] == paths and len(table) == 1001
-    assert not isinstance(table.paths[0], bytes) and table.paths.nbytes < 20_000
+    assert [*pairs(source)] == ["1.jpg", "2.jpg", "3.jpg"] and source.classes is None
+    assert "1 of the 2 class folders" in failure(open_data, str(tmp_path))
 
 
 def test_imagenets_1000_folders_have_torchvisions_names():
-    numbers = [f"n{i:08}" for i in range(1000)]
-    names, source = common.class_names(numbers)
-    # classes 0, 1, 207 and 999 of ImageNet
+    names, source = common.class_names([f"n{i:08}" for i in range(1000)])
     some = [names[i] for i in (0, 1, 207, 999)]
     assert some == ["tench", "goldfish", "golden retriever", "toilet tissue"]
     assert (len(names), source) == (1000, "torchvision")
@@ -1409,27 +1144,22 @@ def test_distort_equals_a_literal_reference_with_the_same_random_numbers(kind):
     assert all(map(torch.equal, batch["views"], kept))       # the input is unchanged
 
 
-def assert_pixels_of_pil(found, expected):
-    """Assert that uint8 images differ only by rounding: 8 levels at most, .1 on average."""
-    assert found.dtype == expected.dtype == torch.uint8 and found.shape == expected.shape
-    levels = (found.int() - expected.int()).abs().float()
-    assert levels.max() <= 8 and levels.mean() < 0.1
-
-
 def test_training_crops_equal_those_of_pil_up_to_rounding():
+    """Levels differ by 8 of 255 at most, by .1 on average."""
     image = Image.open(io.BytesIO(picture(200, 200))).convert("RGB")
-    reference = v2.Compose([
-        v2.RandomResizedCrop(64, (0.5, 1.0), interpolation=v2.InterpolationMode.BICUBIC),
-        v2.RandomHorizontalFlip(), v2.PILToTensor()])
+    reference = v2.Compose([v2.RandomResizedCrop(64, (0.5, 1.0), interpolation=BICUBIC),
+                            v2.RandomHorizontalFlip(), v2.PILToTensor()])
     views = common.Views([common.View(48, (0.2, 1.0))], 48)
-    view = v2.RandomResizedCrop(48, (0.2, 1.0), interpolation=v2.InterpolationMode.BICUBIC)
+    view = v2.RandomResizedCrop(48, (0.2, 1.0), interpolation=BICUBIC)
     for seed in range(6):
         torch.manual_seed(seed)
         crops = [common.train_transform(64, 0.5, 0.5)(image), *views(image)]
         torch.manual_seed(seed)
         expected = [reference(image), v2.functional.pil_to_tensor(view(image))]
         for ours, pils in zip(crops, expected):
-            assert_pixels_of_pil(ours, pils)
+            assert ours.dtype == torch.uint8 and ours.shape == pils.shape
+            levels = (ours.int() - pils.int()).abs().float()
+            assert levels.max() <= 8 and levels.mean() < 0.1
 
 
 SHAPES = {"1:1": (96, 96), "4:3": (96, 128), "3:2": (96, 144), "16:9": (90, 160), "9:16": (160, 90)}
@@ -1467,90 +1197,52 @@ def test_crops_vary_for_every_shape_of_photo(shape):
 
 
 def test_crops_of_a_thin_image_fit_and_keep_enough_pixels():
-    """decoded_side: no crop has less than (3/4 least area) ** .5 of a side."""
+    """decoded_side: no crop has less than (3/4 least area) ** .5 of a side. A crop depends on its
+    generator alone."""
     for size in ((10, 900), (1, 5), (700, 30)):
         for _ in range(100):
             top, left, h, w = common.random_crop(torch.zeros(3, *size), (0.08, 1))
             assert 0 <= top <= size[0] - h and 0 <= left <= size[1] - w
             assert min(h / size[0], w / size[1]) > (0.75 * 0.08) ** 0.5 * 0.9 or min(size) == 1
+    a, b, c = (common.crop_and_flip(torch.arange(1800.0).view(3, 20, 30), 8, (0.5, 1), 0.5,
+                                    torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))
+    assert torch.equal(a, b) and not torch.equal(a, c)
 
 
-def test_a_crop_depends_on_its_generator_alone():
-    image = torch.rand(3, 20, 30)
-    crops = [common.crop_and_flip(image, 8, (0.5, 1), 0.5, torch.Generator().manual_seed(seed))
-             for seed in (3, 3, 4)]
-    assert torch.equal(crops[0], crops[1]) and not torch.equal(crops[0], crops[2])
-
-
-CONSTANTS = {  # {name: (mean, standard deviation)}
-    "": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
-    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))}
-
-
-@pytest.mark.parametrize("kind, settings, first, pixels", [
-    *[(common.ViT, dict(image_size=32, width=12, depth=1, heads=2, cls=True), "patch_embed", name)
-      for name in CONSTANTS],
-    (common.ViT, dict(image_size=32, patch_size=8, width=12, depth=1, heads=2,
-                      stem=((4, 4), (4, 2))), "patch_embed", "imagenet"),
-    (common.ResNet, dict(image_size=32, blocks=(1, 1, 1, 1)), "conv1", "half")])
-@torch.no_grad()
-def test_an_encoder_normalises_uint8_and_floats_by_its_own_constants(kind, settings, first, pixels):
-    encoder, seen = kind(**settings, pixels=pixels).eval(), []
-    getattr(encoder, first).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
-    for x in (images, images / 255):
-        encoder(x)
-        expected = v2.functional.normalize(images / 255, *CONSTANTS[pixels])
-        torch.testing.assert_close(seen.pop(), expected)
-    torch.testing.assert_close(encoder.double()(images), encoder(images.double() / 255))
-    if encoder.cls is not None:
-        encoder.cls_attention(images)
-        torch.testing.assert_close(seen[-2], seen[-1])
+@pytest.mark.parametrize("pixels, mean, std", [
+    ("", (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
+    ("imagenet", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ("half", 3 * [0.5], 3 * [0.5])])
+def test_an_encoder_normalises_uint8_and_floats_by_its_own_constants(pixels, mean, std):
+    images, seen = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8), []
+    vit = common.ViT(32, 16, 12, 1, 2, cls=True, pixels=pixels)
+    resnet = common.ResNet(32, (1, 1, 1, 1), pixels)
+    for encoder, first in ((vit, vit.patch_embed), (resnet, resnet.conv1)):
+        first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        encoder(images), encoder(images / 255)
+    vit.cls_attention(images)
+    for x in seen:
+        torch.testing.assert_close(x, v2.functional.normalize(images / 255, mean, std))
+    assert len(seen) == 5
 
 
 def test_label_fraction_is_a_share_of_each_class_or_a_list_of_images(tmp_path):
-    labels = [2] * 40 + [0] * 10 + [1] * 3
+    labels, file = [2] * 40 + [0] * 10 + [1] * 3, str(tmp_path / "1percent.txt")
     names = [f"class/{i}.jpg" for i in range(53)]
     rows = common.label_rows(names, labels, "0.1")
-    assert sorted(rows) == rows == common.label_rows(names, torch.tensor(labels), "0.1")
+    assert sorted(rows) == rows == common.label_rows(names, torch.tensor(labels), "1e-1")
     assert [sum(labels[i] == c for i in rows) for c in range(3)] == [1, 1, 4]
     assert rows[:4] != [0, 1, 2, 3]                                         # chosen at random
     assert len(common.label_rows(names, labels, "0.37")) == 15 + 4 + 1      # 14.8, 3.7 and 1.1
-    assert rows == common.label_rows(names, labels, "1e-1")
     assert common.label_rows(names, labels, "1.0") == list(range(53))
-    (tmp_path / "1percent.txt").write_text("7.jpg\n44.jpg\nelsewhere/52.jpg\n\n")
-    file = str(tmp_path / "1percent.txt")
+    Path(file).write_text("7.jpg\n44.jpg\nelsewhere/52.jpg\n\n")
     assert common.label_rows(names, labels, file) == [7, 44, 52]
-    with pytest.raises(UserError, match="1percent.txt lists no image of 2 classes, .* class 3:"):
-        common.label_rows([*names, "a", "b"], np.array([*labels, 4, 3]), file)
-    with pytest.raises(UserError, match="lists 3 names of images. 1 of them are missing"):
-        common.label_rows(names[:50] + [None], labels, file)
-    with pytest.raises(UserError, match="have 4 images with these names: each name must"):
-        common.label_rows([*names, "other/7.jpg"], labels, file)
-    for wrong in ("0", "1.5", "-1"):
-        with pytest.raises(UserError, match="must be above 0 and at most 1"):
-            common.label_rows(names, labels, wrong)
-    with pytest.raises(UserError, match=r"--label-fraction \(number or file\) no.txt cannot be"):
-        common.label_rows(names, labels, "no.txt")
-
-
-def test_the_lines_in_claims_py_write_cifar10_as_class_folders(tmp_path, monkeypatch):
-    """A small stand-in replaces the data set that torchvision would download."""
-    text = Path(__file__).with_name("claims.py").read_text("utf-8")
-    lines = re.search(r"    from pathlib import Path\n(?:    .+\n)+", text)[0]
-
-    def data_set(root, train, download):
-        pairs = [(Image.new("RGB", (32, 32)), label) for label in (1, 0, 1)[: 3 if train else 2]]
-        return type("Photos", (list,), {"classes": ["cat", "dog"]})(pairs)
-
-    monkeypatch.setattr("torchvision.datasets.CIFAR10", data_set)
-    monkeypatch.chdir(tmp_path)
-    exec(textwrap.dedent(lines), {})
-    table = common.open_data("cifar10/train", content="label")
-    assert (len(table), table.classes, list(table.labels)) == (3, ["cat", "dog"], [0, 1, 1])
-    assert sorted(str(path) for path in Path("cifar10/test").rglob("*.png")) == [
-        "cifar10/test/cat/1.png", "cifar10/test/dog/0.png"]
+    for wrong, text, message in (
+            (names[:50] + [None], file, "lists 3 names of images. 1 of them are missing"),
+            ([*names, "other/7.jpg"], file, "have 4 images with these names: each name must"),
+            (names, "0", "must be above 0 and at most 1"),
+            (names, "1.5", "must be above 0 and at most 1"),
+            (names, "no.txt", "--label-fraction (number or file) no.txt cannot be")):
+        assert message in failure(common.label_rows, wrong, labels, text)
 
 
 class Failing:
@@ -1582,58 +1274,46 @@ def test_an_image_that_the_disk_fails_once_is_read_and_one_that_fails_is_counted
     assert len(take(stream(source, 8), 1)[0]["images"]) == 8 and sleeps == [1] * 8
     sleeps.clear()
     monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, source.paths[:2], kind))
-    batch, = take(stream(source, 6), 1)
-    assert sleeps == [1, 5, 25] * 2 and batch["skipped"][0][common.DISK][0] == 2
+    *_, batch = take(stream(source, 6), 3)                   # three apart end nothing
+    assert sleeps == [1, 5, 25] * 6 and batch["skipped"][0][common.DISK][0] == 6
     monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, source.paths[:3], 2))
-    assert len(take(stream(source, 5), 1)) == 1 and len(sleeps) == 6   # a missing file stays missing
+    assert len(take(stream(source, 5), 1)) == 1 and len(sleeps) == 18  # a lost file stays lost
     monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, source.paths, kind))
     message = failure(take, stream(source, 6), 1)
     assert message.startswith("The disk failed to read three samples in a row, the last") and (
-        len(sleeps) == 6 + 9)
+        len(sleeps) == 18 + 9)
     if kind == common.PASSING[0]:  # the end of a failed worker takes half a second
         with pytest.raises(common.DiskError):  # a worker's error keeps its type
             take(stream(source, 6), 1, workers=1)
 
 
-def test_three_images_that_fail_apart_do_not_end_the_search_for_boxes(
-        tmp_path, monkeypatch, sleeps):
-    table = open_data(write_table(tmp_path, 6))
-    bad = [table.paths[i] for i in (0, 2, 4)]
-    monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, bad, errno.EIO))
-    model, stop = torch.nn.Linear(1, 1), SimpleNamespace(noted=0)
-    model.boxes = lambda images: torch.ones(len(images), 4)
-    args = SimpleNamespace(image_size=8, workers=0)
-    found, _ = train.find_boxes(args, table, model, "cpu", contextlib.nullcontext, stop)
-    assert found[:, 0].isnan().nonzero()[:, 0].tolist() == [0, 2, 4] and sleeps == [1, 5, 25] * 3
-
-
 def test_a_shard_that_the_disk_fails_is_read_again_from_the_same_place(
         tmp_path, monkeypatch, sleeps):
     """Each second read fails, and a read gives at most 8 kB."""
-    shards, readv, calls = TarShards(write_shards(tmp_path, [30] * 5)), os.readv, itertools.count()
+    shards, preadv = TarShards(write_shards(tmp_path, [30] * 5)), os.preadv
+    calls = itertools.count()
     expected = captions_of_samples(shards, 300)
 
-    def flaky(file, buffers):
+    def flaky(file, buffers, place):
         if next(calls) % 2 == 0:
-            os.lseek(file, 7, os.SEEK_SET)                   # the place is lost with the file
             raise OSError(errno.ESTALE, "stale")
-        return readv(file, [buffers[0][:8192]])
+        return preadv(file, [buffers[0][:8192]], place)
 
-    monkeypatch.setattr(os, "readv", flaky)
+    monkeypatch.setattr(os, "preadv", flaky)
     assert captions_of_samples(shards, 300) == expected
     assert len(sleeps) > 20 and set(sleeps) == {1}
 
 
 def test_two_shards_that_fail_always_are_counted_and_three_end_the_run(
         tmp_path, monkeypatch, sleeps):
-    shards, readv, gone = TarShards(write_shards(tmp_path, [30] * 5)), os.readv, set()
+    shards, preadv, gone = TarShards(write_shards(tmp_path, [30] * 5)), os.preadv, set()
 
-    def failing(file, buffers):
+    def failing(file, buffers, place):
         if os.path.basename(os.readlink(f"/proc/self/fd/{file}")) in gone:
             raise OSError(errno.EIO, "failed")
-        return readv(file, buffers)
+        return preadv(file, buffers, place)
 
-    monkeypatch.setattr(os, "readv", failing)
+    monkeypatch.setattr(os, "preadv", failing)
     gone |= {"001.tar", "003.tar"}
     batches = take(stream(shards, 30), 3)
     assert batches[-1]["skipped"][0][common.DISK][0] == 2 and sleeps == [1, 5, 25] * 2
@@ -1644,19 +1324,6 @@ def test_two_shards_that_fail_always_are_counted_and_three_end_the_run(
     for run in (lambda: take(stream(shards, 30), 1), lambda: [*shards.each("caption")]):
         assert failure(run).startswith("The disk failed to read three samples in a row")
     assert len(sleeps) == 2 * 9
-
-
-def test_an_evaluation_tries_again_and_ends_after_three_failures(monkeypatch, sleeps):
-    pairs = [(f"{i}.jpg", i) for i in range(9)]
-
-    def found(n, paths):
-        read = Failing(lambda path: torch.zeros(1), n, paths)
-        return [value for _, value in evaluation.read_images(pairs, read)]
-
-    assert found(1, ["0.jpg", "4.jpg"]) == [*range(9)] and sleeps == [1, 1]
-    assert found(99, ["1.jpg", "2.jpg", "4.jpg", "5.jpg"]) == [0, 3, 6, 7, 8]
-    with pytest.raises(common.DiskError, match="three samples in a row, the last 3.jpg"):
-        found(99, [f"{i}.jpg" for i in range(1, 4)])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -1679,25 +1346,3 @@ def test_a_run_whose_disk_is_gone_saves_and_ends_with_the_error(
     train_alone(["--resume", "--out", run])
     assert step == 3  # two batches, and the last again, for which other ranks would have waited
     assert [record["step"] for record in read_log(run)] == [*range(1, 7)]
-
-
-def test_a_link_to_itself_is_a_file_that_cannot_be_read(tmp_path, monkeypatch):
-    """It alone is looked at. The other entries tell what they are."""
-    write_files(tmp_path, {"a/0.jpg": picture(), "b/1.jpg": picture()})
-    for folder in ("", "a"):  # among the class folders, and in one of them
-        os.symlink("loop", tmp_path / folder / "loop")
-    looked, look = [], common.look_at
-    assert open_data(str(tmp_path), content="label").classes == ["a", "b"]
-    (tmp_path / "loop").unlink()
-    monkeypatch.setattr(common, "look_at", lambda path: looked.append(path) or look(path))
-    assert [os.path.basename(path) for path in common.list_files(tmp_path)] == [
-        "0.jpg", "loop", "1.jpg"]
-    assert looked == [f"{tmp_path}/a/loop"]
-
-
-@pytest.mark.parametrize("cell, texts", [
-    ("['a cat', 'a dog']", ["a cat", "a dog"]), ('["a", "b"]', ["a", "b"]),
-    ("['a cat' 'a dog']", ["['a cat' 'a dog']"]), ("[1, 2]", ["[1, 2]"])])
-def test_a_cell_with_a_list_of_texts_has_several_captions(cell, texts):
-    """Python would join the two texts of numpy's form to one."""
-    assert common.clean_captions(cell) == texts

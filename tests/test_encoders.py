@@ -267,14 +267,9 @@ def normalise_on(rank):
             "objects": common.gather_objects({"rank": rank})}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """What normalise_on returned on each of three ranks."""
-    return run_ranks(tmp_path_factory.mktemp("ranks"), normalise_on, world=3)
-
-
 @pytest.mark.ranks
-def test_batch_norm_on_three_ranks_equals_one_process(ranks):
+def test_batch_norm_and_gather_on_three_ranks_equal_one_process(tmp_path):
+    ranks = run_ranks(tmp_path, normalise_on, world=3)
     norm, images, weights = norm_and_images(nn.BatchNorm2d)
     y = norm(images.requires_grad_())
     (y * weights).sum().backward()
@@ -286,19 +281,14 @@ def test_batch_norm_on_three_ranks_equals_one_process(ranks):
     expected = norm(images.bfloat16().float()).detach()
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), expected, atol=1e-4, rtol=2**-8)
-    for rank in ranks:
+    assert common.this_rank()[0] == 0 and sparc.all_ranks(ranks) is ranks  # in one process
+    for i, rank in enumerate(ranks):
         for name, value in norm.state_dict().items():  # running statistics of both batches
             close(rank["state"][name], value, 1e-6, 1e-6)
-
-
-@pytest.mark.ranks
-def test_gather_keeps_the_order_of_the_ranks_and_sums_their_gradients(ranks):
-    assert common.this_rank()[0] == 0 and sparc.all_ranks(ranks) is ranks  # in one process
-    for i, result in enumerate(ranks):
-        assert result["rank"] == i
-        assert result["gathered"].tolist() == [[rank, row] for rank in range(3) for row in (0, 1)]
-        assert result["objects"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
-        assert (result["own"] == 1 + 2 + 3).all() and (result["every"] == i + 1).all()
+        assert rank["rank"] == i
+        assert rank["gathered"].tolist() == [[rank, row] for rank in range(3) for row in (0, 1)]
+        assert rank["objects"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        assert (rank["own"] == 1 + 2 + 3).all() and (rank["every"] == i + 1).all()
 
 
 @pytest.mark.parametrize("name", ["sparc", "sparo", "stair", "dino", "bam", "classifier"])
@@ -312,13 +302,10 @@ def test_evaluation_encoder_is_the_encoder_that_encode_image_uses(name):
     assert (model.evaluation_encoder() is model.image_encoder) == (name not in ("dino", "bam"))
 
 
-def test_only_weights_are_read_from_a_checkpoint_and_an_unused_average_is_named(capsys):
-    """timm's training checkpoints hold an average of the weights as state_dict_ema."""
+def test_only_weights_are_read_from_a_checkpoint():
     weights = {"module._orig_mod.a": torch.ones(1), "epoch": 3, 7: torch.ones(1), "b": [1.0]}
-    assert common.unwrapped(weights, "timm") == {"a": torch.ones(1)}
-    both = {"state_dict": weights, "state_dict_ema": {}}
-    assert common.unwrapped(both, "timm") == {"a": torch.ones(1)}
-    assert "under 'state_dict', not those under state_dict_ema" in capsys.readouterr().out
+    for state in (weights, {"state_dict": weights}, {"model": {"teacher": weights}}):
+        assert common.unwrapped(state, "timm") == {"a": torch.ones(1)}
     with pytest.raises(common.UserError, match="holds no weights, but epoch"):
         common.unwrapped({"epoch": 3}, "timm")
 
@@ -329,11 +316,3 @@ def test_a_resnet_and_a_vit_with_a_stem_are_not_exported():
     for encoder in encoders:
         with pytest.raises(common.UserError, match="timm.* train another, such as tiny-patch"):
             common.timm_weights(encoder)
-
-
-def test_a_vit_for_images_with_one_channel_is_refused():
-    encoder = common.ViT(16, 8, width=8, depth=1, heads=2)
-    state = common.timm_weights(encoder)["model"]
-    state["patch_embed.proj.weight"] = state["patch_embed.proj.weight"][:, :1]
-    with pytest.raises(common.UserError, match="size mismatch for patch_embed.weight"):
-        common.load_timm(encoder, state)

@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import re
 import runpy
