@@ -877,16 +877,17 @@ def test_shards_resume_at_every_sample_and_read_little_again(tmp_path, monkeypat
 
 
 def test_a_shard_is_read_in_large_pieces_from_begin_to_end(tmp_path, monkeypatch):
-    places, members, preadv = [], {}, os.preadv
+    places, members, readv = [], {}, os.readv
 
-    def counted(file, buffers, place):
-        places.append((place, preadv(file, buffers, place)))
+    def counted(file, buffers):
+        place = os.lseek(file, 0, os.SEEK_CUR)
+        places.append((place, readv(file, buffers)))
         return places[-1][1]
 
     for i in range(300):
         members |= {f"{i}.jpg": picture() + bytes(20_000), f"{i}.txt": f"n{i}"}
     path = write_tar(tmp_path / "0.tar", members)
-    monkeypatch.setattr(os, "preadv", counted)
+    monkeypatch.setattr(os, "readv", counted)
     samples = TarShards(path).samples(0, 0, 1)
     next(samples)
     first = len(places)
@@ -1236,6 +1237,8 @@ def test_label_fraction_is_a_share_of_each_class_or_a_list_of_images(tmp_path):
     assert common.label_rows(names, labels, "1.0") == list(range(53))
     Path(file).write_text("7.jpg\n44.jpg\nelsewhere/52.jpg\n\n")
     assert common.label_rows(names, labels, file) == [7, 44, 52]
+    with pytest.raises(UserError, match="1percent.txt lists no image of 2 classes, .* class 3:"):
+        common.label_rows([*names, "a", "b"], np.array([*labels, 4, 3]), file)
     for wrong, text, message in (
             (names[:50] + [None], file, "lists 3 names of images. 1 of them are missing"),
             ([*names, "other/7.jpg"], file, "have 4 images with these names: each name must"),
@@ -1290,30 +1293,30 @@ def test_an_image_that_the_disk_fails_once_is_read_and_one_that_fails_is_counted
 def test_a_shard_that_the_disk_fails_is_read_again_from_the_same_place(
         tmp_path, monkeypatch, sleeps):
     """Each second read fails, and a read gives at most 8 kB."""
-    shards, preadv = TarShards(write_shards(tmp_path, [30] * 5)), os.preadv
+    shards, readv = TarShards(write_shards(tmp_path, [30] * 5)), os.readv
     calls = itertools.count()
     expected = captions_of_samples(shards, 300)
 
-    def flaky(file, buffers, place):
+    def flaky(file, buffers):
         if next(calls) % 2 == 0:
             raise OSError(errno.ESTALE, "stale")
-        return preadv(file, [buffers[0][:8192]], place)
+        return readv(file, [buffers[0][:8192]])
 
-    monkeypatch.setattr(os, "preadv", flaky)
+    monkeypatch.setattr(os, "readv", flaky)
     assert captions_of_samples(shards, 300) == expected
     assert len(sleeps) > 20 and set(sleeps) == {1}
 
 
 def test_two_shards_that_fail_always_are_counted_and_three_end_the_run(
         tmp_path, monkeypatch, sleeps):
-    shards, preadv, gone = TarShards(write_shards(tmp_path, [30] * 5)), os.preadv, set()
+    shards, readv, gone = TarShards(write_shards(tmp_path, [30] * 5)), os.readv, set()
 
-    def failing(file, buffers, place):
+    def failing(file, buffers):
         if os.path.basename(os.readlink(f"/proc/self/fd/{file}")) in gone:
             raise OSError(errno.EIO, "failed")
-        return preadv(file, buffers, place)
+        return readv(file, buffers)
 
-    monkeypatch.setattr(os, "preadv", failing)
+    monkeypatch.setattr(os, "readv", failing)
     gone |= {"001.tar", "003.tar"}
     batches = take(stream(shards, 30), 3)
     assert batches[-1]["skipped"][0][common.DISK][0] == 2 and sleeps == [1, 5, 25] * 2
@@ -1324,6 +1327,24 @@ def test_two_shards_that_fail_always_are_counted_and_three_end_the_run(
     for run in (lambda: take(stream(shards, 30), 1), lambda: [*shards.each("caption")]):
         assert failure(run).startswith("The disk failed to read three samples in a row")
     assert len(sleeps) == 2 * 9
+
+
+def test_a_disk_that_cannot_answer_has_no_missing_files(tmp_path, monkeypatch, sleeps):
+    """A stale handle of a network's disk must not make a benchmark's directory a class folder."""
+    write_files(tmp_path, {"a.csv": "image,caption\nx.jpg,one\n", "set/test/nshards.txt": "1"})
+    stat, bad = os.stat, f"{tmp_path}/set/test/nshards.txt"
+
+    def stale(path, **more):
+        if str(path) in (bad, f"{tmp_path}/a.csv:caption=alt"):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return stat(path, **more)
+
+    monkeypatch.setattr(os, "stat", stale)
+    for function, spec, path in ((evaluation.kind_of, f"{tmp_path}/set", bad),
+                                 (open_data, f"{tmp_path}/a.csv:caption=alt", None)):
+        message = failure(function, spec)
+        assert message == f"Cannot look at {path or spec}: Stale file handle."
+    assert sleeps == [1, 5, 25] * 2
 
 
 @pytest.mark.parametrize("workers", [0, 1])
