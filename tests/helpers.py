@@ -148,6 +148,15 @@ def make_views(B=4, sizes=(16, 16, 8, 8)):
     return {"views": [torch.randn(B, 3, size, size) for size in sizes]}
 
 
+def batch_of(method, name="", B=4, L=9):
+    """Return a batch of B samples for tiny_model(method). MoCo-v3, by name, has two large views."""
+    if method in ("dino", "bam"):
+        return make_views(B, (16, 16)) if name == "moco" else make_views(B)
+    if method == "classifier":
+        return {"images": torch.randn(B, 3, 16, 16), "labels": torch.arange(B) % 3}
+    return make_batch(B, L)
+
+
 def picture(width=8, height=8, mode="RGB", format="JPEG", value=None):
     """Return the bytes of an image file, whose pixels are noise.
 

@@ -17,8 +17,9 @@ import common
 import conftest
 import eval as evaluation
 import train
-from helpers import ROOT, SMALL, assert_same_weights, read_log, tiny_model, train_alone, weights
-from test_gpu_fake import CASES, RAGGED, batch_of, cost_of_a_step, fake_cuda, group_of_8
+from helpers import (ROOT, SMALL, assert_same_weights, batch_of, read_log, tiny_model, train_alone,
+                     weights)
+from test_gpu_fake import CASES, RAGGED
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ALONE = "tiny-patch:width=16,heads=2,depth=1"  # an image encoder without BatchNorm
@@ -34,6 +35,12 @@ def gpu(monkeypatch):
         pytest.skip("needs a GPU")
     with common.without_tf32():
         yield
+
+
+def losses_of(flags, out):
+    """Train with the flags and return the loss of each step."""
+    train_alone([*flags, "--out", out])
+    return [record["loss"] for record in read_log(out)]
 
 
 def gradient_of(model, batch, device="cpu", dtype=torch.float64, amp=None):
@@ -80,11 +87,10 @@ def test_fp16_skips_updates_that_overflow_and_goes_on(tmp_path, monkeypatch):
     scaler = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: scaler(
         device, enabled=enabled, init_scale=2.0**40))
-    train_alone([*SMALL["sparc"], "--amp", "fp16", "--steps", 40, "--out", tmp_path / "run"])
+    losses = losses_of([*SMALL["sparc"], "--amp", "fp16", "--steps", 40], tmp_path / "run")
     state = common.load_checkpoint(tmp_path / "run" / "last.pt")
     skipped = 40 - state["optimizer"]["state"][0]["step"].item()
     assert skipped > 0 and state["scaler"]["scale"] == 2.0 ** (40 - skipped)
-    losses = [record["loss"] for record in read_log(tmp_path / "run")]
     assert sum(losses[-5:]) < sum(losses[:5])
 
 
@@ -96,10 +102,8 @@ def test_flags_that_save_time_or_memory_give_the_plain_loss(tmp_path, name, flag
     common_flags = [*SMALL[name], "--amp", "off", "--steps", 4]
     if "accum" in flags:
         common_flags += ["--image-encoder", ALONE, "--image-size", 16]
-    train_alone([*common_flags, "--out", tmp_path / "plain"])
-    train_alone([*common_flags, *flags.split(), "--out", tmp_path / "other"])
-    plain, other = ([record["loss"] for record in read_log(tmp_path / run)]
-                    for run in ("plain", "other"))
+    plain = losses_of(common_flags, tmp_path / "plain")
+    other = losses_of([*common_flags, *flags.split()], tmp_path / "other")
     assert other == pytest.approx(plain, rel=1e-4)
 
 
@@ -129,13 +133,11 @@ def test_a_group_of_nccl_equals_one_process(tmp_path):
     """One rank runs all collectives. The encoder's stem and BAM's projector have BatchNorm."""
     for name in ("sparc", "bam"):
         flags = [*SMALL[name], "--amp", "off", "--steps", 4]
-        train_alone([*flags, "--out", tmp_path / name])
+        one = losses_of(flags, tmp_path / name)
         torch.distributed.init_process_group(
             "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1,
             device_id=torch.device("cuda", 0))
-        train_alone([*flags, "--out", tmp_path / f"{name}-group"])  # its end leaves the group
-        one, group = ([record["loss"] for record in read_log(tmp_path / run)]
-                      for run in (name, f"{name}-group"))
+        group = losses_of(flags, tmp_path / f"{name}-group")  # its end leaves the group
         assert group == pytest.approx(one, rel=1e-4)
 
 
@@ -146,12 +148,11 @@ def test_ranks_on_all_gpus_equal_one_process(tmp_path):
         pytest.skip("needs two GPUs")
     for name in ("sparc", "bam"):
         flags = [*SMALL[name], "--amp", "off", "--steps", 4, "--batch", 8 * ranks]
-        train_alone([*flags, "--out", tmp_path / name])
+        one = losses_of(flags, tmp_path / name)
         command = ["torchrun", "--standalone", f"--nproc_per_node={ranks}", ROOT / "train.py",
                    *flags, "--out", tmp_path / f"{name}-ranks"]
         subprocess.run(list(map(str, command)), check=True)
-        one, several = ([record["loss"] for record in read_log(tmp_path / run)]
-                        for run in (name, f"{name}-ranks"))
+        several = [record["loss"] for record in read_log(tmp_path / f"{name}-ranks")]
         assert several == pytest.approx(one, rel=1e-4)
 
 
@@ -190,28 +191,24 @@ def test_an_update_does_not_wait_for_the_gpu(name, amp):
 
 @pytest.mark.parametrize("row", [
     ("sparc", "b32"), ("sparc", "b16", "--grad-checkpoint"), ("bam", "vit-s16")])
-def test_the_forward_pass_keeps_the_computed_memory(row, monkeypatch):
-    """The README's numbers of GPUs are computed from fake tensors."""
+def test_the_forward_pass_keeps_the_memory_of_the_dry_run(row):
     method, preset, *flags = row
     args = train.parse_args(["--method", method, "--preset", preset, *flags])
     method = train.METHODS[method]
-    args.image_size, kept = args.image_size or 224, []
-    model = train.new_model(args, method, range(4)).cuda()
-    with torch.device("cuda"):
-        for n in (4, 8):
-            batch = train.made_up_batch(args, method, model, n)
-            before = torch.cuda.memory_allocated()
-            with torch.autocast("cuda", torch.bfloat16):
-                outputs = model(batch)
-            kept.append(torch.cuda.memory_allocated() - before)
-            del outputs
-    per_image = (kept[1] - kept[0]) / 4 / 2**20
-    calls, waits = group_of_8(monkeypatch), []
-    try:
-        computed = cost_of_a_step(fake_cuda(monkeypatch, waits), calls, waits, *row)
-    finally:
-        torch.distributed.destroy_process_group()
-    assert per_image == pytest.approx(computed["kept"], rel=0.15)
+    args.image_size = args.image_size or 224
+    model = train.new_model(args, method, range(4))
+    batches = [train.made_up_batch(args, method, model, n) for n in (4, 8)]
+    few, many = (train.kept_bytes(model, batch) for batch in batches)
+    model.cuda()
+    kept = []
+    for batch in batches:
+        batch = train.to_device(batch, "cuda")
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", torch.bfloat16):
+            outputs = model(batch)
+        kept.append(torch.cuda.memory_allocated() - before)
+        del outputs
+    assert kept[1] - kept[0] == pytest.approx(many - few, rel=0.15)
 
 
 @pytest.mark.parametrize("seconds, products, least, most", [(0.03, 1, 0.9, 1), (0, 20, 0, 0.1)])
@@ -237,32 +234,25 @@ TASKS = {"sparc": "retrieval,zeroshot,alignment,segmentation,knn", "bam": "knn,k
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_an_evaluation_equals_the_cpus(run_of, monkeypatch, name):
+def test_an_evaluation_equals_the_cpus(run_of, name):
     """24 scenes: one that changes sides, by rounding, moves a figure by .04."""
-    figures = []
+    figures, encodings = [], []
+    image, text = torch.rand(3, 16, 16), "a red ring"
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         embedder, args = evaluation.load_run(run_of(name), device)
         options = evaluation.options_of({"task": TASKS[name], "data": args.data}, args)
         data = evaluation.open_eval_set(options, args.image_size, embedder.model.encode_text)
         figures.append(evaluation.evaluate(embedder, data, options))
+        found = [embedder.images([image])]
+        found += [] if name == "bam" else [embedder.texts([text])]
+        found += [embedder.maps(image, text)["patches"]] if name in ("sparc", "sparo") else []
+        encodings.append([torch.as_tensor(x).cpu().float() for x in found])
     of_cpu, of_gpu = figures
     assert of_cpu.keys() == of_gpu.keys() and of_cpu
     for metric in of_cpu:
         assert of_gpu[metric] == pytest.approx(of_cpu[metric], abs=0.05, nan_ok=True), metric
-
-
-@pytest.mark.parametrize("name", ["sparc", "sparo", "stair"])
-def test_encodings_and_maps_equal_the_cpus(run_of, name):
-    image = torch.rand(3, 16, 16)
-    found = []
-    for device in ("cpu", "cuda"):
-        embedder, _ = evaluation.load_run(run_of(name), device)
-        maps = embedder.maps(image, "a red ring")["patches"] if name != "stair" else 0
-        found.append((embedder.images([image]), embedder.texts(["a red ring"]), maps))
-    for of_cpu, of_gpu in zip(*found):
-        torch.testing.assert_close(torch.as_tensor(of_gpu).cpu().float(),
-                                   torch.as_tensor(of_cpu).float(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(*encodings, atol=1e-4, rtol=1e-4)
 
 
 def test_products_are_exact_in_fp32_outside_of_half_precision():
