@@ -22,7 +22,7 @@ import common
 import eval as evaluation
 import stair
 from helpers import (SMALL, LiveMemory, assert_same_with_gradients, infonce, make_batch, mean,
-                     padded, picture, read_log, run_ranks, tiny_model, train_alone, weights,
+                     padded, picture, read_log, tiny_model, train_alone, weights,
                      write_files, write_tar)
 
 V, E = 11, 6
@@ -237,34 +237,25 @@ def test_stage_2_freezes_the_image_encoder_and_its_embedding():
     assert model.image_encoder.training
 
 
-def loop_of_the_docstring(rank, ranks):
-    """Run the lines in the docstring of Model for three stages of 4 steps -> [state] of each."""
-    torch.manual_seed(0)
+def test_the_lines_in_the_docstring_train_three_stages():
+    """Three stages of 4 steps."""
+    parts, states = tiny_stair(), []
     config = stair.Config(lambda_image=0.3, ramp=0.5)
-    parts = tiny_stair()
     model = stair.Model(config, parts.image_encoder, parts.text_encoder, 16, 16)
     assert model.number == model.stage == 1 and model.strength == 0  # until after_update
     lines = textwrap.dedent("\n".join(re.findall(r"^ {8}.*$", stair.Model.__doc__, re.MULTILINE)))
     assert len(lines.splitlines()) == 6
-    states = []
     for number in (1, 2, 3):
-        known = dict(model=model, number=number, ranks=ranks, steps=4, torch=torch, batch=make_batch(),
+        known = dict(model=model, number=number, ranks=1, steps=4, torch=torch, batch=make_batch(),
                      gather=stair.all_ranks, DDP=nn.parallel.DistributedDataParallel)
         exec(lines, known)
         states.append({name: x.clone() for name, x in model.state_dict().items()})
-    return states
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ranks)])
-def test_the_lines_in_the_docstring_train_three_stages(tmp_path, ranks):
-    alone = loop_of_the_docstring(0, 1)
-    runs = [alone] if ranks == 1 else run_ranks(tmp_path, loop_of_the_docstring, ranks, ranks)
-    for first, second, third in runs:
-        assert [state["stage"] for state in (first, second, third)] == [1, 2, 3]
-        assert first["strength"] == second["strength"] == third["strength"] == 1
-        for name in ("image_encoder.pos", "image_head.transform.0.weight", "text_encoder.pos"):
-            kept = torch.equal(first[name], second[name]), torch.equal(second[name], third[name])
-            assert kept == (name.startswith("image"), False), name
+    first, second, third = states
+    assert [state["stage"] for state in states] == [1, 2, 3]
+    assert first["strength"] == second["strength"] == third["strength"] == 1
+    for name in ("image_encoder.pos", "image_head.transform.0.weight", "text_encoder.pos"):
+        kept = torch.equal(first[name], second[name]), torch.equal(second[name], third[name])
+        assert kept == (name.startswith("image"), False), name
 
 
 def test_queries_without_a_text_encoder_weight_the_captions_words_equally():
