@@ -123,30 +123,8 @@ def move(model):
     return model
 
 
-def assert_computed_on_the_gpu(model, batch, waits, expected=0):
-    """Run the forward pass in bf16. It must leave no tensor on the CPU, and wait so many times."""
-    waits.clear()
-    with torch.autocast("cuda", torch.bfloat16):
-        layer = torch.nn.Linear(2, 2, device="cuda")
-        assert layer(layer.weight).dtype == torch.bfloat16
-        with Calls(waits):
-            outputs = model(batch)
-    assert len(waits) == expected, waits
-    assert {x.device.type for x in outputs.values()} == {"cuda"}
-    assert outputs["loss"].dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", ["sparc", "sparo", "stair3", "bam", "classifier"])
-def test_methods_without_ranks_leave_no_tensor_on_the_cpu_and_never_wait(fake, waits, name):
-    method, settings = CASES[name]
-    model, batch = tiny_model(method, **settings), batch_of(method, name)
-    with fake:
-        move(model)
-        assert_computed_on_the_gpu(model, train.to_device(batch, "cuda"), waits)
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_exchange_tensors_of_the_gpu_in_the_same_order(fake, waits, ranks, name):
+def test_ranks_leave_no_tensor_on_the_cpu_and_exchange_in_the_same_order(fake, waits, ranks, name):
     """Two batches stand for two ranks, whose longest captions differ.
 
     Ranks whose collectives had different orders or types would wait for each other forever. A step
@@ -159,7 +137,15 @@ def test_ranks_exchange_tensors_of_the_gpu_in_the_same_order(fake, waits, ranks,
         for L in (9, 6) if getattr(model, "text_encoder", None) else (9,):
             batch = train.to_device(batch_of(method, name, L=L), "cuda")
             ranks.clear()
-            assert_computed_on_the_gpu(model, batch, waits, expected=RAGGED.count(name))
+            waits.clear()
+            with torch.autocast("cuda", torch.bfloat16):
+                layer = torch.nn.Linear(2, 2, device="cuda")
+                assert layer(layer.weight).dtype == torch.bfloat16
+                with Calls(waits):
+                    outputs = model(batch)
+            assert len(waits) == RAGGED.count(name), waits
+            assert {x.device.type for x in outputs.values()} == {"cuda"}
+            assert outputs["loss"].dtype == torch.float32
             assert {x.device.type for _, x in ranks} <= {"cuda"}
             orders.append([(call, x.dtype, x.ndim, x.shape[:1]) for call, x in ranks])
         waits.clear()
