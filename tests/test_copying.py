@@ -12,7 +12,6 @@ import unicodedata
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -20,14 +19,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import bam
 import common
 import eval as evaluation
-import sparc
-import sparo
 import stair
 from helpers import make_batch, make_views, tiny_model
 from test_encoders import tiny_vit
 from test_weights import made_up_timm, prefixed
 
-METHOD_FILES = sparo, stair, sparc, bam
 
 
 @torch.no_grad()
@@ -83,16 +79,11 @@ def test_a_head_of_the_meta_device_has_its_special_tokens_when_it_is_loaded():
 
 
 def test_converted_batch_norms_leave_bams_projector_as_it_is():
-    """The activation stays behind the norm."""
     settings = dict(teacher=False, projector_width=6, projector_dim=4, activation="relu")
-    projector = bam.Projector(5, bam.Config(**settings))
-    projector = nn.SyncBatchNorm.convert_sync_batchnorm(projector)
-    h = torch.randn(2, 3, 5)
-    for view, z in zip(h.double(), projector(h)):
-        for i in (0, 2, 4):
-            view = (view if i == 0 else view.relu()) @ projector[i].weight.double().T
-            view = (view - view.mean(0)) / (view.var(0, correction=0) + 1e-5).sqrt()
-        torch.testing.assert_close(z.double(), view, rtol=1e-4, atol=1e-5)
+    projector, h = bam.Projector(5, bam.Config(**settings)), torch.randn(2, 3, 5)
+    expected = projector(h)
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(projector)
+    assert torch.equal(converted(h), expected)
 
 
 @pytest.mark.parametrize("kind", [stair.LAMB, bam.LARS])
@@ -147,42 +138,6 @@ def test_a_word_of_a_query_is_the_word_of_a_caption():
             _, token, _ = tokenizer.encode(word)
             assert index.vector({word: 2.0}).nonzero().tolist() == [[token]]
             assert stair.boolean_query(f"{word} AND rotes", index)[1] == [word, "rotes"]
-
-
-@pytest.mark.parametrize("module", METHOD_FILES)
-def test_ranks_with_unequal_batches_are_refused_once_with_their_sizes(module, monkeypatch):
-    """The last batch of a loader without drop_last. Equal shapes are compared once."""
-    calls = []
-
-    def gathered(shapes, mine):
-        calls.append(mine)
-        shapes[:] = [mine, other or mine]
-
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_gather_object", gathered)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    join = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    monkeypatch.setattr(dist, join, lambda rows, x: rows.copy_(torch.cat([x, x])))
-    module.compare_shapes.cache_clear()
-    other = (3, 6)
-    with pytest.raises(ValueError, match=r"(?s)(?=.*\(4, 6\))(?=.*\(3, 6\))"):
-        module.all_ranks(torch.zeros(4, 6))
-    other, calls = None, []
-    x = torch.randn(4, 6)
-    for _ in range(2):
-        assert torch.equal(module.all_ranks(x), torch.cat([x, x]))
-    assert len(calls) == 1
-    module.compare_shapes.cache_clear()
-
-
-def test_a_loss_of_one_rank_among_others_has_the_pairs_of_this_rank(monkeypatch):
-    """gather=lambda x: x on rank 1: its columns begin at 0."""
-    v, t = torch.randn(2, 5, 4, dtype=torch.float64)
-    cosines = (v / v.norm(dim=1, keepdim=True)) @ (t / t.norm(dim=1, keepdim=True)).T * 10
-    expected = -(cosines.log_softmax(0) + cosines.log_softmax(1)).diagonal().mean() / 2
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    for loss in (sparc.global_loss, sparo.clip_loss):
-        torch.testing.assert_close(loss(v, t, 10.0, gather=lambda x: x), expected)
 
 
 @pytest.mark.parametrize("name", ["bam", "dino"])
