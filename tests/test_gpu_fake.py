@@ -5,8 +5,6 @@ the CPU raises an error. The fake group exchanges nothing. Without a driver torc
 pass for fake CUDA tensors, so tests of an update set all gradients to 0.
 """
 
-import json
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 import common
 import eval as evaluation
-import gpu_bench
 import stair
 import train
 from helpers import SMALL, batch_of, tiny_model
@@ -258,17 +255,3 @@ def test_a_streamed_encoding_computes_more_images_at_a_time_on_a_gpu(fake):
     products = [name for name in calls.names if "mm" in name]
     casts = [name for name in calls.names if "_to_copy" in name]
     assert len(products) <= 2048 / 11 + 2 and len(casts) < 2.2 * len(products)
-
-
-def test_the_bench_for_a_gpu_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
-    """Small presets: the figures mean nothing, but each kind of row runs."""
-    monkeypatch.setattr(gpu_bench, "FIRST", 4)
-    monkeypatch.setattr(gpu_bench, "SECONDS", 0)
-    monkeypatch.setattr(gpu_bench, "TOY", [("sparc", "tiny", "--image-encoder tiny-patch", source)
-                                           for source in ("tensors", "world", "shards")]
-                        + [("lightly", "", "", "tensors")])
-    gpu_bench.main(["--toy", "--out", str(tmp_path / "gpu.json")])
-    *rows, lightly = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    assert [row["source"] for row in rows if row["images_per_s"]] == ["tensors", "world", "shards"]
-    assert lightly.get("images_per_s", 0) > 0 or lightly["error"] == "not installed"
-    assert capsys.readouterr().out.count("| `sparc`, `tiny`") == 3

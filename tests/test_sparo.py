@@ -1,7 +1,4 @@
-"""SPARO: slots, losses and baselines against literal references in float64 and the authors' code.
-
-Parameters and FLOPs must be those of Table 6.
-"""
+"""SPARO: slots, losses and baselines against literal references in float64, and Table 6."""
 
 import math
 
@@ -71,22 +68,6 @@ def test_slots_equal_equation_1_and_the_papers_listing(grp_size, ends):
     assert torch.equal(slots, module(x, ends))
 
 
-SIZES = dict(L=4, V=3, D=5, embed_dim=8, bottleneck=7, codes=20)
-
-
-@pytest.mark.parametrize("name, settings, shapes", [
-    ("sparo", dict(grp_size=2), {
-        "image_readout.q": (1, 2, 2, 1, 5), "text_readout.q": (1, 2, 2, 1, 5)}),
-    ("sparo", dict(readout="bottleneck"), {"image_readout.proj.0.weight": (7, 16)}),
-    ("sparo", dict(readout="fdt"), {"image_readout.codebook": (20, 8)}),
-    ("dino", dict(grp_size=2, head_width=11, head_bottleneck=9), {
-        "readout.q": (1, 2, 2, 1, 5), "head.mlp.0.weight": (11, 12),
-        "head.mlp.4.weight": (9, 11)})])
-def test_a_model_has_the_sizes_of_its_settings(name, settings, shapes):
-    parameters = dict(tiny_model(name, **SIZES | settings).named_parameters())
-    assert {key: tuple(parameters[key].shape) for key in shapes} == shapes
-
-
 def test_an_empty_caption_is_read_at_its_first_position():
     """The index of its last token is -1."""
     pool, x, ends = sparo.Pool(nn.Identity()), torch.randn(2, 5, 8), torch.tensor([-1, 2])
@@ -101,10 +82,7 @@ def test_parameters_have_the_names_and_shapes_of_the_papers_listing():
     assert shapes == {"q": (1, 32, 2, 1, 16), "KVproj.weight": (512, 768), "KVproj.bias": (512,),
                       "Wproj.weight": (32, 16), "Wproj.bias": (32,)}
     assert not module.KVproj.bias.any() and not module.Wproj.bias.any()
-    bound = math.sqrt(6 / (768 + 512))  # Xavier uniform
-    assert module.KVproj.weight.abs().max() <= bound
-    deviation = module.KVproj.weight.std().item()
-    assert deviation == pytest.approx(bound / math.sqrt(3), rel=0.02)
+    assert module.KVproj.weight.abs().max() <= math.sqrt(6 / (768 + 512))  # Xavier uniform
 
 
 def test_similarity_of_encodings_is_the_mean_cosine_of_the_slots():

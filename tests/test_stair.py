@@ -227,8 +227,8 @@ def test_stage_2_freezes_the_image_encoder_and_its_embedding():
     assert all(map(torch.equal, statistics, model.image_encoder.buffers()))
     assert not torch.equal(model.text_encoder.embedding.weight, words)
     again = tiny_stair(3)
-    wrapped = torch.nn.ModuleDict({"model": again})  # as another project may wrap it
-    wrapped.load_state_dict({f"model.{key}": x for key, x in model.state_dict().items()})
+    wrapped = nn.ModuleList([again])  # as another project may wrap it
+    wrapped.load_state_dict({f"0.{key}": x for key, x in model.state_dict().items()})
     assert torch.equal(again.image_encoding(batch["images"]), before)
     assert not any(p.requires_grad for p in again.image_encoder.parameters())
     model.begin_stage(3, fresh=True)
@@ -239,9 +239,8 @@ def test_stage_2_freezes_the_image_encoder_and_its_embedding():
 
 def test_the_lines_in_the_docstring_train_three_stages():
     """Three stages of 4 steps."""
-    parts, states = tiny_stair(), []
-    config = stair.Config(lambda_image=0.3, ramp=0.5)
-    model = stair.Model(config, parts.image_encoder, parts.text_encoder, 16, 16)
+    model, states = tiny_stair(1, ramp=0.5), []
+    model.strength.zero_()
     assert model.number == model.stage == 1 and model.strength == 0  # until after_update
     lines = textwrap.dedent("\n".join(re.findall(r"^ {8}.*$", stair.Model.__doc__, re.MULTILINE)))
     assert len(lines.splitlines()) == 6
@@ -295,9 +294,6 @@ def test_stages_have_their_steps_and_learning_rates(tmp_path, flags, stages, rat
         assert [common.load_checkpoint(tmp_path / name)["step"] for name in files] == [2, 4, 8]
         first, second, last = (weights(tmp_path, name) for name in files)
         assert [first["stage"], second["stage"], last["stage"]] == [1, 2, 3]
-        frozen = [name for name in first if re.match("image_encoder|image_head.transform", name)]
-        assert all(torch.equal(first[name], second[name]) for name in frozen)
-        assert not all(torch.equal(second[name], last[name]) for name in frozen)
         assert torch.equal(second["image_embedding"], first["text_encoder.embedding.weight"])
 
 
@@ -460,8 +456,6 @@ def test_boolean_queries_find_the_documents_that_match(query, words, expected):
     where, found = stair.boolean_query(query, index)
     assert stair.is_boolean(query) and found == words.split()
     assert where.tolist() == [bool(expected(*row)) for row in (enc > 0)[:, 1:5].tolist()]
-    ids = {name for name, _ in index.search(dict.fromkeys(WORDS, 1.0), 40, where=where)}
-    assert ids == {f"d{i}" for i in where.nonzero()[:, 0].tolist()}
 
 
 def test_search_applies_where_allow_and_block():
@@ -479,13 +473,8 @@ def test_search_applies_where_allow_and_block():
     assert dict(index.search({"red": -9.0}, 40, where=where)).keys() == documents.keys()
 
 
-@pytest.mark.parametrize("query, message", [
-    *((query, "not a boolean query") for query in ["", "red AND", "red)", "OR red", "()"]),
-    ("(red", "join words by"), ("NOT (red OR blue)", "at least one without NOT"),
-    ("red NOT green", "no word 'green'")])
-def test_invalid_boolean_queries_raise_errors_that_name_them(query, message):
-    with pytest.raises(ValueError, match=message):
-        stair.boolean_query(query, stair.InvertedIndex(WORDS))
+def query_of(index, query):
+    return stair.boolean_query(query, index)
 
 
 @pytest.mark.parametrize("function, arguments, message", [
@@ -497,7 +486,10 @@ def test_invalid_boolean_queries_raise_errors_that_name_them(query, message):
     (stair.InvertedIndex.add, [["a"], torch.ones(2, 6)], r"encodings \(2, 6\)"),
     (stair.InvertedIndex.add, ["xy", torch.ones(2, 6)], "Give a list of n ids"),
     *((stair.InvertedIndex.add, [["a"], torch.full((1, 6), x)], "finite and not negative")
-      for x in (-1.0, math.nan, math.inf))])
-def test_bad_arguments_of_the_index_raise_errors_that_name_them(function, arguments, message):
+      for x in (-1.0, math.nan, math.inf)),
+    *((query_of, [query], "not a boolean query") for query in ("", "red AND", "red)", "OR red", "()")),
+    (query_of, ["(red"], "join words by"), (query_of, ["red NOT green"], "no word 'green'"),
+    (query_of, ["NOT (red OR blue)"], "at least one without NOT")])
+def test_bad_arguments_and_queries_raise_errors_that_name_them(function, arguments, message):
     with pytest.raises(ValueError, match=message):
         function(stair.InvertedIndex(WORDS), *arguments)
