@@ -126,15 +126,10 @@ def test_loss_is_finite_where_a_plain_exponential_overflows():
     assert loss.isfinite() and z.grad.isfinite().all()
 
 
-def test_attention_is_a_softmax_and_stays_fp32_under_autocast():
+def test_attention_is_a_softmax():
     z = torch.randn(6, 4)
     e = (z / 0.1).exp()
     torch.testing.assert_close(bam.attention(z, 0.1), e / e.sum(1, keepdim=True))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert bam.attention(z.bfloat16(), 0.1).dtype == torch.float32
-        assert bam.sinkhorn(z.bfloat16(), 0.1, 2).dtype == torch.float32
-        loss = bam.bam_loss(z, 2)
-    assert torch.equal(loss, bam.bam_loss(z, 2))
 
 
 def test_entropies_are_those_of_the_rows_of_attention_and_targets():

@@ -398,6 +398,19 @@ def test_losses_refuse_a_temperature_the_logarithm_of_a_scale_and_several(loss, 
         assert loss(right).isfinite()
 
 
+@pytest.mark.parametrize("loss", [
+    *(lambda loss=loss: loss(10.0) for loss in SCALED),
+    lambda: bam.bam_loss(V_AND_T[0], 2), lambda: bam.sinkhorn(V_AND_T[0], 0.1, 2),
+    lambda: bam.attention(V_AND_T[0], 0.1), lambda: bam.moco_loss(V_AND_T, V_AND_T, 0.1),
+    lambda: sparo.dino_loss(V_AND_T, V_AND_T, torch.zeros(E), 0.1, 0.04)[0],
+    lambda: stair.flops_loss(V_AND_T[0]), lambda: sparc.alignment_weights(TOKENS, PATCHES),
+    lambda: tiny_model("sparc", align="softmax").align(TOKENS, PATCHES)])
+def test_losses_are_computed_in_fp32_under_autocast(loss):
+    expected = loss()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loss().dtype == torch.float32 and torch.equal(loss(), expected)
+
+
 TOKEN_MASKS = [
     lambda mask: stair.caption_mask(MASK.long(), mask, 9), lambda mask: HEAD(TOKENS, mask),
     sparc.words_only, lambda mask: sparo.checked_mask(mask, (B, L))]

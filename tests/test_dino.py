@@ -3,7 +3,6 @@
 BAM's teacher is a moving average, too, so the tests of the teacher cover both methods.
 """
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -14,10 +13,8 @@ from torch import nn
 import common
 import sparo
 import train
-from helpers import (SMALL, assert_same_with_gradients, cos, make_views, read_log, tiny_model,
-                     train_alone)
+from helpers import SMALL, assert_same_with_gradients, cos, make_views, tiny_model, train_alone
 
-SMALL = SMALL["dino"]
 K, SIZES = 7, (16, 16, 8, 8, 8)
 
 
@@ -53,14 +50,6 @@ def test_loss_and_gradient_equal_literal_loops(G, V):
     expected = literal_loss(student, teacher, center, 0.3, 0.2)
     assert_same_with_gradients(loss, expected, [student])
     torch.testing.assert_close(p_t.sum(-1), torch.ones(G, 3, dtype=torch.double))
-
-
-def test_loss_is_computed_in_fp32_under_autocast():
-    logits, center = torch.randn(2, 3, K).bfloat16(), torch.zeros(K)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, _ = sparo.dino_loss(logits, logits, center, 0.1, 0.04)
-    expected, _ = sparo.dino_loss(logits.float(), logits.float(), center, 0.1, 0.04)
-    assert loss.dtype == torch.float32 and torch.equal(loss, expected)
 
 
 def test_head_equals_its_layers_written_out():
@@ -166,8 +155,7 @@ def test_probe_features_join_the_last_four_blocks(readout, replace, depth, layer
     """Each block gives its [CLS] token, or the mean of its patches if there is no [CLS].
 
     The output of the readout replaces that of the last block. With replace_block SPARO's slots are
-    the fourth block themselves, after the last three of the encoder.
-    depth: the number of blocks in the encoder. layers: how many of them the features use.
+    the fourth block. depth: blocks of the encoder. layers: how many of them the features use.
     """
     settings = dict(vit=dict(stem=None, depth=depth, cls=cls), replace_block=replace)
     model, images = small_model(readout, **settings).eval(), torch.randn(2, 3, 16, 16)
@@ -203,41 +191,17 @@ def test_views_are_those_of_dino(crops):
     assert sparo.views(sparo.Settings(objective="clip")) is None
 
 
-def test_a_dino_run_has_no_tasks_with_text(run_of):
-    """Chance is a uniform distribution over 20 outputs: log 20.
-
-    A probe's chance counts the 58 of 64 pairs that it can learn: 6 are held out.
-    """
-    run = run_of("dino")
-    result, log = json.loads((run / "eval.json").read_text()), read_log(run)
-    assert {"knn", "knn/shape", "linear", "linear/shape"} <= set(result)
-    assert [result[f"linear{key}/chance"] for key in ("", "/shape")] == [1 / 58, 1 / 8]
-    assert "zeroshot" not in result and not (run / "vocab.txt").exists()
-    assert log[0]["chance_loss"] == pytest.approx(math.log(20))
-    assert 0 <= log[-1]["entropy"] <= log[-1]["entropy_mean"] <= math.log(20) + 1e-4
-
-
 @pytest.mark.parametrize("flags", ["--readout cls --grad-checkpoint --freeze-last 2",
                                    "--readout gap --amp bf16 --local-crops 0"])
 def test_a_gradient_of_the_frozen_last_layer_is_not_in_the_norm(tmp_path, monkeypatch, flags):
-    """The weight decay follows a half cosine."""
-    decays, counts, clip, step = [], [], train.clip_grad_norm_, torch.optim.AdamW.step
+    counts, clip = [], train.clip_grad_norm_
 
     def count(parameters, most):
         parameters = list(parameters)
         counts.append(sum(p.grad is not None for p in parameters))
         return clip(parameters, most)
 
-    def note(optimizer, *arguments):
-        decays.append([group["weight_decay"] for group in optimizer.param_groups])
-        return step(optimizer, *arguments)
-
     monkeypatch.setattr(train, "clip_grad_norm_", count)
-    monkeypatch.setattr(torch.optim.AdamW, "step", note)
-    decay = ["--weight-decay", 0.04, "--weight-decay-end", 0.4]
-    train_alone([*SMALL, *flags.split(), *decay, "--out", tmp_path])
-    expected = [0.4 - 0.36 * (1 + math.cos(math.pi * i / 4)) / 2 for i in range(4)]
-    assert [first for first, _ in decays] == pytest.approx(expected)
-    assert all(rest == 0 for _, rest in decays)
+    train_alone([*SMALL["dino"], *flags.split(), "--out", tmp_path])
     frozen = "--freeze-last 2" in flags
     assert [n < counts[-1] for n in counts] == [frozen, frozen, False, False]

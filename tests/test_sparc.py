@@ -183,13 +183,6 @@ def test_patches_per_word_is_one_over_the_sum_of_squared_weights():
         torch.testing.assert_close(found["local_wrong_image"], mean([*map(mean, wrong)]))
 
 
-def test_softmax_weights_stay_fp32_under_autocast():
-    model, tokens, patches = tiny_model("sparc", align="softmax"), *torch.randn(2, 3, 5, 64)
-    expected = model.align(tokens, patches)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(model.align(tokens, patches), expected)
-
-
 def test_residual_h_v_adds_its_input():
     plain, residual = tiny_model("sparc"), tiny_model("sparc", h_v="residual")
     residual.load_state_dict(plain.state_dict())
