@@ -101,13 +101,6 @@ def test_an_optimizer_calls_its_closure_with_gradients(kind):
     assert torch.equal(p, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_sparse_rows_hold_features_of_any_dtype(dtype):
-    x = (torch.rand(4, 6) * (torch.rand(4, 6) > 0.4)).to(dtype)
-    rows = stair.SparseRows([x[:1], x[1:]])[torch.tensor([3, 0, 2])]
-    torch.testing.assert_close(rows.double(), x[[3, 0, 2]].double(), rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_index_takes_arrays_of_ids_masks_of_numbers_and_any_default_dtype(dtype):
     """A list += an array adds the numbers of the array to those of the list."""
@@ -200,16 +193,6 @@ def test_images_come_from_files_buffers_and_paths_of_any_kind(run_of, tmp_path):
         model.images([torch.zeros(3, S, S), torch.zeros(3, 2 * S, 2 * S)])
     with pytest.raises(common.UserError, match="Image 1, a NoneType, cannot be read"):
         model.images([data, None])
-
-
-def test_captions_that_are_cut_are_told(run_of, capsys):
-    model, _ = evaluation.load_run(run_of("sparc"))
-    told = f"1 of 1 captions and prompts are longer than the context of {model.context} tokens"
-    for text, n in (("a red ring", 0), ("a red ring " * 20, 1)):
-        for encode in (model.texts, lambda text: model.maps(torch.zeros(3, 16, 16), text)):
-            capsys.readouterr()
-            encode(text)
-            assert capsys.readouterr().out.count(told) == n
 
 
 # Weights of others ------------------------------------------------------------------------

@@ -82,10 +82,8 @@ def test_frozen_last_layer_starts_with_a_fresh_optimizer_state():
 
 
 def test_model_loss_equals_the_loss_of_views_encoded_one_by_one():
-    """The model encodes all views of one size together. BatchNorm would let views change each other.
-
-    The center follows the teacher's mean output, in training alone.
-    """
+    """The model encodes all views of one size together, which BatchNorm would let change each other.
+    The center follows the teacher's mean output, in training alone."""
     settings = dict(student_temp=0.3, teacher_temp=0.2, center_momentum=0.7)
     model, batch = small_model(vit=dict(stem=None), **settings), make_batch()  # no BatchNorm
 
@@ -184,7 +182,8 @@ def test_probe_features_of_a_resnet_are_the_output_of_its_readout():
 
 @pytest.mark.parametrize("crops", [0, 8])
 def test_views_are_those_of_dino(crops):
-    args = SimpleNamespace(**vars(sparo.Settings(objective="dino", local_crops=crops)), image_size=224)
+    settings = sparo.Settings(objective="dino", local_crops=crops)
+    args = SimpleNamespace(**vars(settings), image_size=224)
     large, small = dict(size=224, scale=(0.4, 1.0)), dict(size=96, scale=(0.05, 0.4), blur=0.5)
     assert sparo.views(args) == [
         large | dict(blur=1.0), large | dict(blur=0.1, solarize=0.2), *(crops * [small])]

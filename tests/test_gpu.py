@@ -1,7 +1,6 @@
-"""What only a GPU can show. Without a GPU these tests are skipped.
+"""What only a GPU can show, in about a minute. Without a GPU these tests are skipped.
 
-The other tests run on the CPU, and compare the CPU with literal references. Here the CPU is the
-reference, in float64 where rounding is asked for. `pytest tests/test_gpu.py` takes about a minute.
+The other tests compare the CPU with literal references. Here the CPU is the reference.
 """
 
 import os
@@ -63,9 +62,8 @@ def gradient_of(model, batch, device="cpu", dtype=torch.float64, amp=None):
 def test_loss_and_gradient_are_as_close_as_a_cpus(name, amp):
     """A GPU's errors, against float64, are at most 4 times the errors of a CPU of equal precision.
 
-    A CPU rounds the same tensors to the same dtype, but adds in another order. One batch may be
-    right by chance, so that the errors of three batches are added. For the same reason the error of
-    the loss is compared with the relative error of the gradient.
+    A CPU rounds the same tensors, but adds in another order. One batch may be right by chance, so
+    that the errors of three batches are added, and the loss is compared with the gradient.
     """
     method, settings = CASES[name]
     dtype, errors = DTYPES.get(amp), []
@@ -107,11 +105,8 @@ def test_flags_that_save_time_or_memory_give_the_plain_loss(tmp_path, name, flag
 
 @pytest.mark.parametrize("name", ["sparc", "sparo", "stair", "dino", "bam"])
 def test_a_resumed_run_has_the_same_weights(tmp_path, name):
-    """Bit for bit, if torch adds in a fixed order.
-
-    torch has no such order for the gradient of positions that are interpolated for small views, so
-    that the weights of DINO and BAM differ by rounding.
-    """
+    """Bit for bit, if torch adds in a fixed order. torch has no such order for the gradient of
+    interpolated positions, so that the weights of DINO and BAM differ by rounding."""
     flags, views = [*SMALL[name], "--steps", 4], name in ("dino", "bam")
     torch.use_deterministic_algorithms(True, warn_only=views)
     try:

@@ -1,8 +1,7 @@
 """What a GPU computes, tested without a GPU, by fake CUDA tensors and a fake group of 8 ranks.
 
-Fake tensors have shapes but no values. An operation on a fake tensor and a tensor that was left on
-the CPU raises an error. The fake group exchanges nothing. Without a driver torch has no backward
-pass for fake CUDA tensors, so tests of an update set all gradients to 0.
+Fake tensors have shapes but no values, and no backward pass. An operation on a fake tensor and a
+tensor that was left on the CPU raises an error. The fake group exchanges nothing.
 """
 
 import pytest
@@ -43,10 +42,8 @@ def waits():
 
 @pytest.fixture
 def fake(monkeypatch, waits):
-    """The mode in which tensors are fake, and autocast works as on a GPU.
-
-    A read of a value is noted in `waits` and returns 2.
-    """
+    """The mode in which tensors are fake, and autocast works as on a GPU. A read of a value is noted
+    in `waits` and returns 2."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
 
@@ -83,17 +80,13 @@ def ranks(monkeypatch):
 
 
 class FakeSyncBatchNorm:
-    """torch's SyncBatchNorm, whose kernels have no fake form.
-
-    The kernel of one process keeps the same tensors. Ranks exchange mean, deviation and count.
-    """
+    """torch's SyncBatchNorm has kernels without a fake form. Ranks exchange mean, deviation, count."""
 
     @staticmethod
     def apply(x, weight, bias, running_mean, running_var, eps, momentum, group, world):
         statistics = x.new_empty(1, 2 * x.shape[1] + 1, dtype=torch.float32)
         getattr(dist, ALL_GATHER)(statistics.new_empty(world, *statistics.shape[1:]), statistics)
-        return torch.nn.functional.batch_norm(x, running_mean, running_var, weight, bias, True,
-                                              momentum, eps)
+        return torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
 
 
 class Calls(TorchDispatchMode):
@@ -122,11 +115,9 @@ def move(model):
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_leave_no_tensor_on_the_cpu_and_exchange_in_the_same_order(fake, waits, ranks, name):
-    """Two batches stand for two ranks, whose longest captions differ.
-
-    Ranks whose collectives had different orders or types would wait for each other forever. A step
-    waits once, for the length of the longest caption on all ranks, or never.
-    """
+    """Two batches stand for two ranks, whose longest captions differ. Ranks whose collectives had
+    other orders or types would wait for each other forever. A step waits once, for the length of
+    the longest caption on all ranks, or never."""
     method, settings = CASES[name]
     model, orders = tiny_model(method, **settings), []
     with fake:
@@ -159,10 +150,7 @@ def test_ranks_leave_no_tensor_on_the_cpu_and_exchange_in_the_same_order(fake, w
     *((name, "adamw", "fp16") for name in ("sparc", "sparo", "dino", "bam")),
     *(("stair", optimizer, amp) for optimizer in train.OPTIMIZERS for amp in ("bf16", "fp16"))])
 def test_an_update_does_not_wait_for_the_gpu(fake, waits, name, optimizer, amp):
-    """An update is all that follows the backward pass.
-
-    With fp16 the scaler reads once whether the gradient is finite. AdamW alone needs no such read.
-    """
+    """With fp16 the scaler reads once whether the gradient is finite. AdamW needs no such read."""
     model = tiny_model(name)
     with fake:
         move(model)
@@ -190,11 +178,8 @@ def test_an_update_does_not_wait_for_the_gpu(fake, waits, name, optimizer, amp):
 
 @pytest.mark.parametrize("share, sums", [(1, 0), (8, 4)])
 def test_our_own_backward_passes_stay_on_the_gpu(fake, waits, ranks, monkeypatch, share, sums):
-    """The backward pass of STAIR's encoding waits once, for the number of entries with a gradient.
-
-    One in `share` entries has a gradient. The pass computes 2^26 numbers at a time. It sums over a
-    few entries, and multiplies with all words if many have a gradient.
-    """
+    """The backward pass of STAIR's encoding waits once, for the number of entries with a gradient,
+    one in `share`. It sums over a few entries, and multiplies with all words if there are many."""
     B, V, E = 64, 30_522, 512
     context = torch.autograd.function.FunctionCtx()
     context.save_for_backward = lambda *saved: vars(context).update(saved_tensors=saved)

@@ -62,7 +62,7 @@ def batch_of(name):
 def gradients(model, batch, parallel=None):
     """Return the loss and {name: gradient}, and restore the state that the forward pass changed.
 
-    parallel: the model inside DDP, which averages the gradients over the ranks.
+    parallel: the model inside DDP.
     """
     state = tree_map(torch.clone, model.state_dict())
     model.zero_grad()
@@ -80,7 +80,7 @@ def assert_equal(result, expected, tolerance=1e-9):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_parts_give_the_gradients_of_the_full_batch(name):
-    """The last of 3 parts is smaller than the others. No block sees more rows than a part has."""
+    """No block sees more rows than a part has. The last of 3 parts is smaller than the others."""
     model, batch, seen = build(f"{name} 1"), batch_of(name), []
 
     def spy(module, inputs):
@@ -144,10 +144,8 @@ def test_peak_memory_falls_with_the_number_of_parts(name):
 
 
 def test_the_backward_pass_drops_the_same_rows_as_the_forward_pass():
-    """Stochastic depth draws random numbers, and the backward pass computes each part again.
-
-    The reference encodes the parts one by one with accum_freq 1, which computes nothing again.
-    """
+    """Stochastic depth draws random numbers, and the backward pass computes each part again. The
+    reference encodes the parts one by one with accum_freq 1, which computes nothing again."""
     encoder = common.ViT(16, 4, width=16, depth=3, heads=2, drop_path=0.5).double()
     images, grads = torch.randn(6, 3, 16, 16).double(), []
     for K in (1, 3):
@@ -182,11 +180,8 @@ class TF32(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_tf32_changes_gradients_less_than_half_as_much_as_bf16(name):
-    """Under --amp bf16 a GPU computes in TF32 what autocast leaves in fp32: the losses.
-
-    The gradients are compared at 1 / tau = 50, where the logits are large. FDT chooses the best
-    position for each code; TF32 changes as many choices as bf16.
-    """
+    """Under --amp bf16 a GPU computes in TF32 what autocast leaves in fp32: the losses. At 1 / tau =
+    50 the logits are large. TF32 changes as many of FDT's best positions as bf16."""
     def gradient(bf16, mode):
         torch.manual_seed(0)
         method, settings = OBJECTIVES[name]

@@ -321,7 +321,7 @@ def test_the_better_word_of_an_images_two_labels_counts():
 
 
 def test_a_sub_word_does_not_compete_with_the_word_that_it_spells():
-    """Methods other than STAIR encode each token as a text. Those of "car" and "##car" are equal."""
+    """Other methods than STAIR encode each token as a text: "car" and "##car" are equal."""
     tokenizer = common.WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "car", "##car", "##s"])
     embed = SimpleNamespace(
         tokenizer=tokenizer, model=SimpleNamespace(encode_words=None),
@@ -487,7 +487,7 @@ def query_of(index, query):
     (stair.InvertedIndex.add, ["xy", torch.ones(2, 6)], "Give a list of n ids"),
     *((stair.InvertedIndex.add, [["a"], torch.full((1, 6), x)], "finite and not negative")
       for x in (-1.0, math.nan, math.inf)),
-    *((query_of, [query], "not a boolean query") for query in ("", "red AND", "red)", "OR red", "()")),
+    *((query_of, [query], "not a boolean query") for query in ("", "red AND", "red)", "OR r", "()")),
     (query_of, ["(red"], "join words by"), (query_of, ["red NOT green"], "no word 'green'"),
     (query_of, ["NOT (red OR blue)"], "at least one without NOT")])
 def test_bad_arguments_and_queries_raise_errors_that_name_them(function, arguments, message):
