@@ -86,21 +86,6 @@ def test_converted_batch_norms_leave_bams_projector_as_it_is():
     assert torch.equal(converted(h), expected)
 
 
-@pytest.mark.parametrize("kind", [stair.LAMB, bam.LARS])
-def test_an_optimizer_calls_its_closure_with_gradients(kind):
-    p, other = (nn.Parameter(torch.tensor([1.0, -2.0, 2.0])) for _ in range(2))
-
-    def closure():
-        loss = (p**2).sum()
-        loss.backward()
-        return loss
-
-    assert kind([p], lr=0.1).step(closure).item() == pytest.approx(9)
-    other.grad = 2 * other.detach()
-    kind([other], lr=0.1).step()
-    assert torch.equal(p, other)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_index_takes_arrays_of_ids_masks_of_numbers_and_any_default_dtype(dtype):
     """A list += an array adds the numbers of the array to those of the list."""

@@ -82,7 +82,7 @@ def test_frozen_last_layer_starts_with_a_fresh_optimizer_state():
 
 
 def test_model_loss_equals_the_loss_of_views_encoded_one_by_one():
-    """The model encodes all views of one size together, which BatchNorm would let change each other.
+    """The model encodes all views of one size together. BatchNorm would let one change another.
     The center follows the teacher's mean output, in training alone."""
     settings = dict(student_temp=0.3, teacher_temp=0.2, center_momentum=0.7)
     model, batch = small_model(vit=dict(stem=None), **settings), make_batch()  # no BatchNorm

@@ -72,8 +72,9 @@ def test_loss_and_gradient_are_as_close_as_a_cpus(name, amp):
         right, expected = gradient_of(model, batch)
         _, of_cpu = gradient_of(model, batch, "cpu", torch.float32, dtype)
         loss, of_gpu = gradient_of(model, batch, "cuda", torch.float32, dtype)
-        errors.append([(of_cpu - expected).norm() / expected.norm(),
-                       (of_gpu - expected).norm() / expected.norm(), abs(loss - right) / abs(right)])
+        size = expected.norm()
+        errors.append([(of_cpu - expected).norm() / size, (of_gpu - expected).norm() / size,
+                       abs(loss - right) / abs(right)])
         assert not torch.equal(of_gpu, of_cpu)  # the GPU has computed
     of_cpu, of_gpu, of_loss = torch.tensor(errors).sum(0)
     assert of_gpu <= 4 * of_cpu and of_loss <= 4 * of_cpu

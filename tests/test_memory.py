@@ -180,8 +180,8 @@ class TF32(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_tf32_changes_gradients_less_than_half_as_much_as_bf16(name):
-    """Under --amp bf16 a GPU computes in TF32 what autocast leaves in fp32: the losses. At 1 / tau =
-    50 the logits are large. TF32 changes as many of FDT's best positions as bf16."""
+    """Under --amp bf16 a GPU computes in TF32 what autocast leaves in fp32: the losses. Logits are
+    large at 1 / tau = 50. TF32 changes as many of FDT's best positions as bf16."""
     def gradient(bf16, mode):
         torch.manual_seed(0)
         method, settings = OBJECTIVES[name]

@@ -182,7 +182,7 @@ def test_clip_with_gap_normalises_the_mean_of_all_image_tokens():
     """The authors' scripts/train_vitb32_gap.sh sets only vision_cfg.global_average_pool.
 
     VisionTransformer.forward_output (ankitkv/sparo-clip f013384) then computes x.mean(dim=1),
-    ln_post, @ proj. Captions are encoded as CLIP encodes them.
+    ln_post, @ proj.
     """
     vit = common.ViT(16, 4, 16, depth=1, heads=2, cls=True)
     text = common.TextTransformer(30, 12, 16, depth=1, heads=2, causal=True)
@@ -196,10 +196,6 @@ def test_clip_with_gap_normalises_the_mean_of_all_image_tokens():
     v = [model.image_readout.proj[1].weight @ norm(x) for x in v]
     expected = torch.stack([x / (x * x).sum().sqrt() for x in v])
     torch.testing.assert_close(model.encode_image(batch["images"]), expected)
-    ends = [h[n - 1] for h, n in zip(text(batch["tokens"]), batch["mask"].sum(1))]
-    t = [model.text_readout.proj.weight @ h for h in ends]
-    expected = torch.stack([x / (x * x).sum().sqrt() for x in t])
-    torch.testing.assert_close(model.encode_text(batch["tokens"], batch["mask"]), expected)
     assert model.image_readout.proj[0] is norm  # --init-weights loads it from a CLIP
 
 
