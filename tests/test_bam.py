@@ -179,16 +179,13 @@ def test_the_teacher_encodes_images_in_an_evaluation(readout):
     nn.init.normal_(model.image_encoder.blocks[0].attn.qkv.weight)  # changes only the student
     encoder = model.teacher[0]
     tokens = encoder(images)
-    cls, patches = tokens[:, 0], tokens[:, 1:].mean(1)
-    heat = encoder.cls_attention(images).sum(1)
-    same = torch.testing.assert_close
-    h, features = cls, torch.cat([cls, patches], 1)
-    if readout == "gap":
-        h = features = tokens.mean(1)
-    same(model.encode_image(images), normalize(h, dim=-1))
-    same(model.probe_features(images), features)
+    h = features = tokens.mean(1)
+    if readout == "cls":
+        h, features = tokens[:, 0], torch.cat([tokens[:, 0], tokens[:, 1:].mean(1)], 1)
+    boxes = bam.heat_boxes(encoder.cls_attention(images).sum(1), 0.4, 16)
+    found = model.encode_image(images), model.probe_features(images), model.boxes(images)
+    torch.testing.assert_close(found, (normalize(h, dim=-1), features, boxes))
     assert model.evaluation_encoder() is encoder
-    same(model.boxes(images), bam.heat_boxes(heat, 0.4, 16))
 
 
 def test_batch_norm_equals_torchs_and_is_the_default_without_a_teacher():
@@ -267,8 +264,6 @@ def test_boxes_contain_the_heat_above_the_threshold():
     assert b == pytest.approx([0, 3 / 5, 1 / 5, 4 / 5])
     fine = bam.heat_boxes(heat, 0.5, 50)[0]                      # interpolated to 50 pixels
     assert fine.tolist() == pytest.approx([0.4, 0.2, 0.6, 0.4], abs=0.03)
-    wide = bam.heat_boxes(heat, 0.1, 50)[0]                      # the map falls to 0 in 10 pixels
-    assert wide.tolist() == pytest.approx([0.32, 0.12, 0.68, 0.54], abs=0.03)
 
 
 def centres(scale, alpha, box=None):

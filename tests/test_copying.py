@@ -20,7 +20,7 @@ import bam
 import common
 import eval as evaluation
 import stair
-from helpers import make_batch, make_views, tiny_model
+from helpers import make_batch, make_views, picture, tiny_model
 from test_encoders import tiny_vit
 from test_weights import made_up_timm, prefixed
 
@@ -151,27 +151,20 @@ def test_maps_of_a_picture_of_another_size_have_its_own_grid(run_of, name):
         model.maps(torch.rand(3, S + 1, S + net.image_encoder.patch_size - 1), "a red ring")
 
 
-def test_a_picture_that_several_threads_read_has_one_encoding(run_of, tmp_path):
-    model, _ = evaluation.load_run(run_of("stair"))
-    model.workers = 4
-    pixels = np.random.default_rng(0).integers(0, 255, (400, 400, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "a.png")
-    expected = model.images(tmp_path / "a.png")
-    for _ in range(3):
-        found = model.images([Image.open(tmp_path / "a.png")] * 8)
-        torch.testing.assert_close(found, expected.expand_as(found))
-
-
 def test_images_come_from_files_buffers_and_paths_of_any_kind(run_of, tmp_path):
+    """Several threads may read the same open file."""
     model, _ = evaluation.load_run(run_of("stair"))
-    S, path = model.image_size, tmp_path / "a.png"
-    Image.new("RGB", (S, S), "red").save(path)
+    S, path, model.workers = model.image_size, tmp_path / "a.png", 4
+    path.write_bytes(picture(400, 400, format="PNG"))
     data = path.read_bytes()
     expected, written = model.images(data), io.BytesIO()
     written.write(data)  # its position is at the end
     with open(path, "rb") as file:
         for image in (written, memoryview(data), bytearray(data), file, next(os.scandir(tmp_path))):
             assert torch.equal(model.images(image), expected)
+    for _ in range(3):
+        found = model.images([Image.open(path)] * 8)
+        torch.testing.assert_close(found, expected.expand_as(found))
     for empty in (model.images([]), model.images(torch.zeros(0, 3, S, S)), model.texts([])):
         assert empty.shape == (0, expected.shape[1])
     with pytest.raises(common.UserError, match="Tensors of a list need one size"):
