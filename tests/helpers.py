@@ -166,10 +166,7 @@ def picture(width=8, height=8, mode="RGB", format="JPEG", value=None):
 
 
 def write_files(directory, files):
-    """Write {name: content} below the directory.
-
-    A content is bytes, text, or a dict {name: content} of the members of a tar file.
-    """
+    """Write {name: bytes, text, or a dict {name: content} of a tar file} below the directory."""
     for name, data in files.items():
         path = Path(directory, name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -262,15 +259,11 @@ class LiveMemory(TorchDispatchMode):
 
 @functools.cache
 def rank_process(rank):
-    """Return the process that is this rank in every test.
-
-    It is a fork of pytest, which has imported all modules, from before the first test.
-    """
+    """Return the process that is this rank in every test, a fork of pytest before the first test."""
     return multiprocessing.get_context("fork").Pool(1, initializer=print_nothing)
 
 
-def print_nothing():
-    """Let this process print nothing, for its output would interrupt pytest's."""
+def print_nothing():  # output would interrupt pytest's
     sys.stdout = open(os.devnull, "w")
 
 

@@ -39,10 +39,7 @@ CHOOSING = ("zeroshot", "t2i/R@1", "miou_fg/colour", "knn", "linear", "classific
 
 @pytest.fixture
 def printed(monkeypatch, tmp_path, capsys):
-    """Return a function: flags -> the lines that `claims.py sparc` prints for the made-up claims.
-
-    The current directory is empty.
-    """
+    """A function: flags -> the lines that `claims.py sparc` prints for the made-up claims."""
     monkeypatch.chdir(tmp_path)
     table = {"title": "T", "seeds": [*SEEDS], "runs": RUNS, "claims": CLAIMS, "notes": ["a note"]}
     monkeypatch.setitem(claims.TABLES, "sparc", table)
@@ -64,10 +61,7 @@ def command(run, rate, seed):
 
 
 def write(root, run, rate, seed, figures, **settings):
-    """Add a line of figures to a run's evals.jsonl.
-
-    settings: options of the evaluation that are not the run's own.
-    """
+    """Add a line of figures to a run's evals.jsonl. settings: options that are not the run's."""
     _, *argv = command(run, rate, seed).split()
     args = train.parse_args([*RUNS["a"]["flags"].split(), *argv[-8:-4]])
     vars(args).update(folder_captions=False, data_path=args.data)

@@ -3,6 +3,7 @@
 BAM's teacher is a moving average, too, so the tests of the teacher cover both methods.
 """
 
+import functools
 import math
 from types import SimpleNamespace
 
@@ -15,17 +16,9 @@ import sparo
 import train
 from helpers import SMALL, assert_same_with_gradients, cos, make_views, tiny_model, train_alone
 
-K, SIZES = 7, (16, 16, 8, 8, 8)
-
-
-def small_model(readout="sparo", **settings):
-    """Return a small model of sparo.Dino."""
-    return tiny_model("dino", readout=readout, **settings)
-
-
-def make_batch(B=4):
-    """Return two large and three small views of B images."""
-    return make_views(B, SIZES)
+K = 7
+small_model = functools.partial(tiny_model, "dino")
+make_batch = functools.partial(make_views, sizes=(16, 16, 8, 8, 8))  # two large views come first
 
 
 def literal_loss(student, teacher, center, tau_s, tau_t):
@@ -156,7 +149,7 @@ def test_probe_features_join_the_last_four_blocks(readout, replace, depth, layer
     the fourth block. depth: blocks of the encoder. layers: how many of them the features use.
     """
     settings = dict(vit=dict(stem=None, depth=depth, cls=cls), replace_block=replace)
-    model, images = small_model(readout, **settings).eval(), torch.randn(2, 3, 16, 16)
+    model, images = small_model(readout=readout, **settings).eval(), torch.randn(2, 3, 16, 16)
     encoder, head, _ = model.teacher
     outputs = []
     for block in encoder.blocks:

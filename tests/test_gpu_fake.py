@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def waits():
-    """Names of the operations in which the host reads a value of the GPU, and waits for the GPU."""
+    """Names of the operations in which the host waits for the GPU."""
     return []
 
 
@@ -107,10 +107,9 @@ class Calls(TorchDispatchMode):
 
 
 def move(model):
-    """Move a model to the fake GPU."""
-    for module in model.modules():  # model.to would move a shared embedding twice
+    """Move a model to the fake GPU. model.to would move a shared embedding twice."""
+    for module in model.modules():
         module._apply(lambda x: torch.zeros_like(x, device="cuda"), recurse=False)
-    return model
 
 
 @pytest.mark.parametrize("name", CASES)

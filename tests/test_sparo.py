@@ -172,11 +172,8 @@ def test_attention_pool_equals_clips():
 
 
 def test_clip_with_gap_normalises_the_mean_of_all_image_tokens():
-    """The authors' scripts/train_vitb32_gap.sh sets only vision_cfg.global_average_pool.
-
-    VisionTransformer.forward_output (ankitkv/sparo-clip f013384) then computes x.mean(dim=1),
-    ln_post, @ proj.
-    """
+    """The authors' scripts/train_vitb32_gap.sh sets only vision_cfg.global_average_pool. Their
+    VisionTransformer.forward_output (f013384) then computes x.mean(dim=1), ln_post, @ proj."""
     vit = common.ViT(16, 4, 16, depth=1, heads=2, cls=True)
     text = common.TextTransformer(30, 12, 16, depth=1, heads=2, causal=True)
     nn.init.normal_(vit.norm.weight), nn.init.normal_(vit.norm.bias)

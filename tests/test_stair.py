@@ -61,10 +61,7 @@ def build(special=(0, 3)):
 @pytest.mark.parametrize("shift", [0.0, -8.0])  # many or few words are active
 def test_encodings_equal_equations_4_and_5_in_values_and_gradients(
         masked, chunk, shift, monkeypatch):
-    """chunk: how many numbers the streamed form computes at a time.
-
-    encode() is the printed form.
-    """
+    """chunk: how many numbers the streamed form computes at a time. encode() is the printed form."""
     monkeypatch.setattr(stair.StreamedEncoding, "CHUNK", chunk)
     head, h = build(), torch.randn(4, 7, 5, dtype=torch.double, requires_grad=True)
     nn.init.constant_(head.bias, shift)
@@ -80,10 +77,8 @@ def test_encodings_equal_equations_4_and_5_in_values_and_gradients(
 
 
 def test_inactive_words_of_the_caption_get_a_gradient():
-    """An entry of 0 has no gradient, so an inactive word would stay inactive.
-
-    A revived entry has the gradient of its maximum, but only if a larger value lowers the loss.
-    """
+    """An entry of 0 has no gradient, so an inactive word would stay inactive. A revived entry has
+    the gradient of its maximum, but only if a larger value lowers the loss."""
     head, h = build(special=()), torch.randn(1, 3, 5, dtype=torch.double)
     nn.init.constant_(head.bias, -50.0)
     word = torch.arange(V) == 4
@@ -96,9 +91,7 @@ def test_inactive_words_of_the_caption_get_a_gradient():
 
 def test_gradients_of_revived_words_are_bounded():
     """The cosine of an empty encoding would divide by 0. The loss bounds the norm from below.
-
-    Special words and masked positions are not revived.
-    """
+    Special words and masked positions are not revived."""
     head, h, norms = build(), torch.randn(4, 3, 5, dtype=torch.double), []
     words = torch.rand(4, V, dtype=torch.double)
     for bias in (0.0, -50.0):  # with -50 the encodings are empty
@@ -409,15 +402,12 @@ def make_index():
     return index, enc
 
 
-def brute_force(documents, query, k, least=1e-30):
-    """Score every document -> the k best [(id, score)], best first.
-
-    documents: {id: encoding (|V|,)}. query: (|V|,). least: the lowest score that is found.
-    """
+def brute_force(documents, query, k):
+    """Score documents {id: encoding (|V|,)} -> the k best [(id, score)] above 0, best first."""
     found = {name: sum(x * y for x, y in zip(enc.tolist(), query.tolist()))
              for name, enc in documents.items()}
     best = sorted(found.items(), key=lambda item: -item[1])[:k]
-    return [(name, pytest.approx(score, abs=1e-6)) for name, score in best if score >= least]
+    return [(name, pytest.approx(score, abs=1e-6)) for name, score in best if score > 0]
 
 
 def test_the_index_finds_what_a_brute_force_search_finds():
