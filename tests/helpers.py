@@ -259,7 +259,7 @@ class LiveMemory(TorchDispatchMode):
 
 @functools.cache
 def rank_process(rank):
-    """Return the process that is this rank in every test, a fork of pytest before the first test."""
+    """Return the process that is this rank in every test: a fork of pytest before the first."""
     return multiprocessing.get_context("fork").Pool(1, initializer=print_nothing)
 
 

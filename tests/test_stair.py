@@ -61,7 +61,7 @@ def build(special=(0, 3)):
 @pytest.mark.parametrize("shift", [0.0, -8.0])  # many or few words are active
 def test_encodings_equal_equations_4_and_5_in_values_and_gradients(
         masked, chunk, shift, monkeypatch):
-    """chunk: how many numbers the streamed form computes at a time. encode() is the printed form."""
+    """chunk: how many numbers the streamed form computes at a time. encode() is as printed."""
     monkeypatch.setattr(stair.StreamedEncoding, "CHUNK", chunk)
     head, h = build(), torch.randn(4, 7, 5, dtype=torch.double, requires_grad=True)
     nn.init.constant_(head.bias, shift)
