@@ -17,6 +17,7 @@ import train
 from helpers import (ROOT, SMALL, assert_same_weights, batch_of, read_log, tiny_model, train_alone,
                      weights)
 from test_gpu_fake import CASES
+from test_memory import gradients
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ALONE = "tiny-patch:width=16,heads=2,depth=1"  # an image encoder without BatchNorm
@@ -45,16 +46,11 @@ def gradient_of(model, batch, device="cpu", dtype=torch.float64, amp=None):
 
     The model and the batch are moved to the device and to `dtype`; amp: the dtype of autocast.
     """
-    model.to(device, dtype).zero_grad()
+    model.to(device, dtype)
     batch = tree_map(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
-    batch = train.to_device(batch, device)
-    state = tree_map(torch.clone, model.state_dict())
     with torch.autocast(device, amp, enabled=amp is not None):
-        loss = model(batch)["loss"]
-    loss.backward()
-    model.load_state_dict(state)  # a forward pass moves DINO's centre and BatchNorm's means
-    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return loss.item(), torch.cat(gradients).double().cpu()
+        loss, found = gradients(model, train.to_device(batch, device))
+    return loss, torch.cat([gradient.flatten() for gradient in found.values()]).double().cpu()
 
 
 @pytest.mark.parametrize("amp", [None, "bf16", "fp16"])

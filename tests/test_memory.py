@@ -182,16 +182,15 @@ class TF32(TorchDispatchMode):
 def test_tf32_changes_gradients_less_than_half_as_much_as_bf16(name):
     """Under --amp bf16 a GPU computes in TF32 what autocast leaves in fp32: the losses. Logits are
     large at 1 / tau = 50. TF32 changes as many of FDT's best positions as bf16."""
+    method, settings = OBJECTIVES[name]
+    model = tiny_model(method, vit=dict(stem=None), **settings)
+    if hasattr(model, "log_scale"):
+        model.log_scale.data.fill_(math.log(50))
+    batch = helpers.batch_of(method, name, B=8)
+
     def gradient(bf16, mode):
-        torch.manual_seed(0)
-        method, settings = OBJECTIVES[name]
-        model = tiny_model(method, vit=dict(stem=None), **settings)
-        if hasattr(model, "log_scale"):
-            model.log_scale.data.fill_(math.log(50))
-        batch = helpers.batch_of(method, name, B=8)
         with mode, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            model(batch)["loss"].backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+            return torch.cat([x.flatten() for x in gradients(model, batch)[1].values()])
 
     exact, half = (gradient(bf16, contextlib.nullcontext()) for bf16 in (False, True))
     tf32 = gradient(True, TF32())
