@@ -149,18 +149,6 @@ def test_losses_of_two_ranks_equal_those_of_one_process_and_need_nothing_passed(
         torch.testing.assert_close(one, alone[0], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("loss", [
-    sparo.clip_loss, stair.contrastive_loss, sparc.global_loss,
-    lambda v, t, scale, gather: bam.bam_loss(torch.cat([v, t]), 2, gather=gather),
-    lambda v, t, scale, gather: bam.ablated_loss(
-        torch.cat([v, t]), 2, None, 2, bam.Settings(target="onehot"), gather)])
-def test_more_rows_without_ranks_raise_an_error(loss):
-    """The loss would silently take the positives of rank 0."""
-    v, t = torch.randn(2, 4, 5)
-    with pytest.raises(ValueError, match="process group"):
-        loss(v, t, 1.0, gather=lambda x: torch.cat([x, x]))
-
-
 REPEATED = "fp32 in_fp32 all_ranks Gather own_columns readable check_scale as_bools checked_mask"
 
 
@@ -324,6 +312,7 @@ SPARO = sparo.Sparo(E, 2, 3, 4)
 FINE, PROJECTOR = sparc.fine_grained_loss, bam.Projector(E, bam.Config(
     teacher=False, projector_width=4, projector_dim=4))
 NO_CLS = SimpleNamespace(cls=False)
+TWICE = {"gather": lambda x: torch.cat([x, x])}  # a gather of more rows than the ranks have
 UNEQUAL_VIEWS = {"views": [torch.randn(n, 3, 16, 16) for n in (3, 1)]}
 
 
@@ -429,6 +418,10 @@ def test_masks_of_other_numbers_or_with_padding_first_are_refused(call, mask, me
     (lambda: sparc.prototype_loss(*V_AND_T[:, :, None], V_AND_T[0], 9.0), r"\(4, 1, 5\)"),
     (lambda: stair.flops_loss(TOKENS), r"\(4, 6, 5\)"),
     (lambda: bam.moco_loss(V_AND_T[:, :0], V_AND_T[:, :0], 0.2), "one sample or more"),
+    *((lambda loss=loss: loss(*V_AND_T, 9.0, **TWICE), "process group") for loss in CONTRASTIVE),
+    (lambda: bam.bam_loss(V_AND_T[0], 2, **TWICE), "process group"),
+    (lambda: bam.ablated_loss(V_AND_T[0], 2, None, 2, bam.Settings(target="onehot"), **TWICE),
+     "process group"),
     (lambda: tiny_model("stair").begin_stage(4, fresh=True), "not 4"),
     *((lambda name=name: tiny_model(name).after_update(8, 8), "step 8")
       for name in ("stair", "bam", "dino")),
