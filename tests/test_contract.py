@@ -1,7 +1,6 @@
 """What every method must provide: a file that runs alone, presets, public names, resumable runs.
 
-The tests run for each method in METHODS. A fifth method, toy.py, has only the members that are
-required, and must train, resume and be evaluated, too.
+A toy method has only the members that are required, and must train, resume and be evaluated, too.
 """
 
 import contextlib
@@ -30,7 +29,6 @@ import eval as evaluation
 import sparc
 import sparo
 import stair
-import toy
 import train
 from helpers import (METHOD, MODELS, ROOT, SMALL, assert_one_process, assert_same_weights,
                      batch_of, make_views, on_ranks, read_log, run_ranks, shapes_alone,
@@ -277,7 +275,32 @@ def test_public_names_keep_their_parameters(name):
     assert known.startswith(parameters)
 
 
+@dataclasses.dataclass
+class ToyConfig:
+    embed_dim: int = 8                   # width of an encoding
+
+
+class Toy(nn.Module):
+    """Its loss is one direction of CLIP's: each image must find its caption in the batch."""
+
+    def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
+        super().__init__()
+        self.image_encoder, self.text_encoder = image_encoder, text_encoder
+        self.image_projection = nn.Linear(image_width, config.embed_dim)
+        self.text_projection = nn.Linear(text_width, config.embed_dim)
+
+    def encode_image(self, images):
+        return F.normalize(self.image_projection(self.image_encoder(images).mean(1)), dim=-1)
+
+    def forward(self, batch, gather=lambda x: x):
+        words = self.text_encoder(batch["tokens"], batch["mask"])        # (B, L, text_width)
+        t = F.normalize(self.text_projection(words.mean(1)), dim=-1)
+        scores = 10 * self.encode_image(batch["images"]) @ gather(t).T   # (B, B)
+        return {"loss": F.cross_entropy(scores, torch.arange(len(t)))}
+
+
 def test_a_method_with_only_the_required_members_trains_and_is_evaluated(tmp_path, monkeypatch):
+    toy = SimpleNamespace(Config=ToyConfig, Model=Toy, PRESETS={"tiny": dict(steps=4, lr=1e-3)})
     methods = {"toy": common.Method(toy)}
     monkeypatch.setattr(evaluation, "METHODS", methods)
     monkeypatch.setattr(train, "METHODS", methods)

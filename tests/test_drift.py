@@ -63,10 +63,6 @@ def test_five_updates_are_those_of_the_record(name):
         assert found == pytest.approx(recorded, rel=1e-9)
 
 
-def test_the_record_has_each_run():
-    assert json.loads(RECORD.read_text()).keys() == CASES.keys()
-
-
 if __name__ == "__main__":
     lines = [f"{json.dumps(name)}: {json.dumps(five_updates(name))}" for name in CASES]
     RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
