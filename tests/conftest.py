@@ -66,12 +66,11 @@ def signals():
 
 @pytest.fixture(autouse=True, scope="session")
 def short_runs():
-    """Shorten the runs of all tests: a task on the world has 24 scenes, and only runs with --workers
-    have workers.
+    """Shorten all runs: a task on the world has 24 scenes, only runs with --workers have workers.
 
-    Runs with the same captions share one vocabulary, which is trained once. Equal worlds share
-    their captions, and no file waits for the disk. At the end, workers of failed tests are killed: Python would end them by SIGTERM, which
-    they ignore, and wait for ever.
+    Runs with the same captions share one vocabulary, and equal worlds their captions. No file waits
+    for the disk. At the end, workers of failed tests are killed: Python would end them by SIGTERM,
+    which they ignore, and wait for ever.
     """
     evaluation.WORLD_N, train.CHECKED, train.MOST_WORKERS = 24, 50, 0
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds to wait for a failed worker

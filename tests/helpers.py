@@ -68,7 +68,7 @@ MODELS = {  # {name: (settings of the method's Config, settings of its ViT)}
 
 
 def cos(a, b):
-    """Return the cosine of two vectors (E,)."""
+    """The cosine of two vectors (E,)."""
     return (a * b).sum() / ((a * a).sum().sqrt() * (b * b).sum().sqrt())
 
 
@@ -101,9 +101,8 @@ def assert_same_with_gradients(value, expected, inputs):
 
 
 def tiny_model(name, stage=3, vit={}, **settings):
-    """Return a model of width 16 for images of 4 x 4 patches.
+    """Return a model of width 16 for the images of batch_of(), which have 4 x 4 patches.
 
-    Its batches are those of make_batch(), or of make_views() for dino and bam.
     stage: the stage of STAIR. vit: settings of the ViT. settings: fields of the method's Config.
     """
     method = train.METHODS[METHOD.get(name, name)]
@@ -127,20 +126,17 @@ def tiny_model(name, stage=3, vit={}, **settings):
 
 
 def make_batch(B=4, L=9):
-    """Return a batch of B pairs, B up to 8, whose captions have different lengths:
-    images (B, 3, 16, 16), tokens (B, L) and their mask (B, L).
-    """
+    """Return B pairs, B up to 8, whose captions have different lengths, at most 9."""
     lengths = torch.tensor([9, 4, 6, 3, 5, 8, 7, 4])[:B].clamp(max=L)
     return {"images": torch.randn(B, 3, 16, 16), "tokens": torch.randint(4, 30, (B, L)),
             "mask": torch.arange(L) < lengths[:, None]}
 
 
-def padded(batch, n=3):
-    """Return the batch's tokens and mask with n more positions, which hold words but are masked."""
+def padded(batch):
+    """Return the batch's tokens and mask with 3 more positions, which hold words but are masked."""
     tokens, mask = batch["tokens"], batch["mask"]
-    B = len(tokens)
-    return (torch.cat([tokens, torch.randint(30, (B, n))], 1),
-            torch.cat([mask, torch.zeros(B, n, dtype=torch.bool)], 1))
+    return (torch.cat([tokens, torch.randint(30, (len(tokens), 3))], 1),
+            torch.cat([mask, torch.zeros(len(tokens), 3, dtype=torch.bool)], 1))
 
 
 def make_views(B=4, sizes=(16, 16, 8, 8)):
@@ -148,11 +144,17 @@ def make_views(B=4, sizes=(16, 16, 8, 8)):
     return {"views": [torch.randn(B, 3, size, size) for size in sizes]}
 
 
-def picture(width=8, height=8, mode="RGB", format="JPEG", value=None):
-    """Return the bytes of an image file, whose pixels are noise.
+def batch_of(method, name="", B=4, L=9):
+    """Return a batch of B samples for tiny_model(method). MoCo-v3, by name, has two large views."""
+    if method in ("dino", "bam"):
+        return make_views(B, (16, 16)) if name == "moco" else make_views(B)
+    if method == "classifier":
+        return {"images": torch.randn(B, 3, 16, 16), "labels": torch.arange(B) % 3}
+    return make_batch(B, L)
 
-    value: pixels in place of the noise, for example a colour, broadcast to the image's shape.
-    """
+
+def picture(width=8, height=8, mode="RGB", format="JPEG", value=None):
+    """Return the bytes of an image file, whose pixels are noise, or the colour `value`."""
     shape = (height, width) if mode in ("L", "P") else (height, width, len(mode))
     pixels = np.random.default_rng(0).integers(0, 256, shape)
     if value is not None:
@@ -164,10 +166,7 @@ def picture(width=8, height=8, mode="RGB", format="JPEG", value=None):
 
 
 def write_files(directory, files):
-    """Write {name: content} below the directory.
-
-    A content is bytes, text, or a dict {name: content} of the members of a tar file.
-    """
+    """Write {name: bytes, text, or a dict {name: content} of a tar file} below the directory."""
     for name, data in files.items():
         path = Path(directory, name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,8 +194,8 @@ def write_table(directory, n, broken=()):
     """
     rows = "".join(f"{i}.jpg,n{i}\n" for i in range(n))
     write_files(directory, {"table.csv": "filepath,title\n" + rows})
-    for i in range(n):
-        (directory / f"{i}.jpg").write_bytes(b"no image" if i in broken else picture())
+    write_files(directory, {f"{i}.jpg": b"no image" if i in broken else picture()
+                            for i in range(n)})
     return str(directory / "table.csv")
 
 
@@ -204,8 +203,7 @@ def write_shards(directory, sizes, broken=(), uncaptioned=(), labels=None):
     """Write one shard of each size and return the SPEC of all of them.
 
     The samples are numbered across the shards: sample i has the caption "n<i>".
-    broken: the numbers of samples whose image cannot be read.
-    uncaptioned: the numbers of samples whose caption is empty.
+    broken, uncaptioned: numbers of samples without an image, or with an empty caption.
     labels: the number of classes. Without it the samples have no labels.
     """
     number = itertools.count()
@@ -222,9 +220,8 @@ def write_shards(directory, sizes, broken=(), uncaptioned=(), labels=None):
 
 @contextlib.contextmanager
 def shapes_alone():
-    """Modules and tensors that are made inside have shapes and no values, as torch's device "meta"
-    gives them. Without initial values a module is built in a fifth of the time.
-    """
+    """Tensors that are made inside have shapes and no values, as torch's device "meta" gives them.
+    Without initial values a module is built in a fifth of the time."""
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
         for name in vars(nn.init):
             if name.endswith("_") and not name.startswith("_"):
@@ -262,15 +259,11 @@ class LiveMemory(TorchDispatchMode):
 
 @functools.cache
 def rank_process(rank):
-    """Return the process that is this rank in every test.
-
-    It is a fork of pytest, which has imported all modules, from before the first test.
-    """
+    """Return the process that is this rank in every test: a fork of pytest before the first."""
     return multiprocessing.get_context("fork").Pool(1, initializer=print_nothing)
 
 
-def print_nothing():
-    """Let this process print nothing, for its output would interrupt pytest's."""
+def print_nothing():  # output would interrupt pytest's
     sys.stdout = open(os.devnull, "w")
 
 
@@ -291,8 +284,7 @@ def as_rank(rank, directory, world, function, arguments):
 def run_ranks(directory, function, world=2, *arguments):
     """Return [function(rank, *arguments) of each rank]. The ranks are processes joined by gloo.
 
-    The function must be defined at the top level of a test module, where a process can import it.
-    It returns tensors, numbers, strings, or lists and dicts of them.
+    The function stands at the top level of a test module, where a process can import it.
     """
     (directory / "store").unlink(missing_ok=True)
     running = []
@@ -305,10 +297,7 @@ def run_ranks(directory, function, world=2, *arguments):
 
 
 def train_models(rank, directory, world, build, names):
-    """Return {name: (outputs, gradients, state)} of the saved models.
-
-    Each model computes this rank's rows of the saved batch.
-    """
+    """Return {name: (outputs, gradients, state)} of the saved models for this rank's rows."""
     results = {}
     for name in names:
         model = build(name)
@@ -327,11 +316,9 @@ def train_models(rank, directory, world, build, names):
 
 
 def on_ranks(directory, build, models, batch, world=2):
-    """Run the forward and the backward pass of each model on each rank.
+    """Return {name: [(outputs, gradients, state after the forward pass) of each rank]}.
 
-    Return {name: [(outputs, gradients, state after the forward pass) of each rank]}.
-    models: {name: model}.
-    build: build(name) builds the model again; a function at the top level of a test module.
+    models: {name: model}. build(name), at the top level of a test module, builds one again.
     batch: tensors in dicts or lists, whose rows are divided among the ranks.
     """
     torch.save(batch, directory / "batch.pt")
@@ -342,20 +329,17 @@ def on_ranks(directory, build, models, batch, world=2):
 
 
 def assert_one_process(ranks, model, loss, tolerance=1e-5):
-    """Assert that the ranks computed what one process computes.
+    """Assert that the mean of the ranks' losses is `loss`, which the model has in one process, and
+    that each rank's gradients, which DDP averaged, are its gradients.
 
-    The mean of the ranks' losses must be `loss`, which the model has in one process.
-    Each rank's gradients, which DDP averaged, must be the gradients of `loss`.
     ranks: a value of what on_ranks returns.
     """
     loss.backward()
     mean = sum(out["loss"].item() for out, *_ in ranks) / len(ranks)
     assert mean == pytest.approx(loss.item(), abs=tolerance)
     for _, gradients, _ in ranks:
-        for name, gradient in gradients.items():
-            expected = model.get_parameter(name).grad
-            error = (gradient - expected).abs().max()
-            assert error <= tolerance * (1 + expected.abs().max()), name
+        expected = {name: model.get_parameter(name).grad for name in gradients}
+        torch.testing.assert_close(gradients, expected, rtol=10 * tolerance, atol=tolerance)
 
 
 def run_program(output, file, flags):
@@ -371,10 +355,7 @@ def run_program(output, file, flags):
 
 
 def start_program(output, file, flags):
-    """Start a program as run_program does, and return its process.
-
-    The process is a fork. It begins at once, because this process has imported torch.
-    """
+    """Start a program as run_program does, and return its process: a fork, which has torch."""
     process = multiprocessing.get_context("fork").Process(target=run_program,
                                                           args=(output, file, flags))
     process.start()
@@ -416,10 +397,7 @@ def read_log(run):
 
 
 def weights(run, name="last.pt"):
-    """Return the state dict of the model in a checkpoint of the run.
-
-    The file is ours, so pickle may read it, which takes half the time of weights_only.
-    """
+    """Return the model's state dict in a checkpoint of the run, faster than weights_only would."""
     return torch.load(run / name, weights_only=False)["model"]
 
 

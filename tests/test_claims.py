@@ -1,7 +1,6 @@
 """tests/claims.py: the choice of rates, the commands for missing runs, the table and the verdicts.
 
-The rounds of --again are tested on made-up claims. Further tests check that every claim in
-claims-runs.json can be run, and that the figures in README.md and in the method files are recorded.
+Each claim in claims-runs.json can be run. Figures in README.md and the method files are recorded.
 """
 
 import json
@@ -40,10 +39,7 @@ CHOOSING = ("zeroshot", "t2i/R@1", "miou_fg/colour", "knn", "linear", "classific
 
 @pytest.fixture
 def printed(monkeypatch, tmp_path, capsys):
-    """Return a function: flags -> the lines that `claims.py sparc` prints for the made-up claims.
-
-    The current directory is empty.
-    """
+    """A function: flags -> the lines that `claims.py sparc` prints for the made-up claims."""
     monkeypatch.chdir(tmp_path)
     table = {"title": "T", "seeds": [*SEEDS], "runs": RUNS, "claims": CLAIMS, "notes": ["a note"]}
     monkeypatch.setitem(claims.TABLES, "sparc", table)
@@ -65,10 +61,7 @@ def command(run, rate, seed):
 
 
 def write(root, run, rate, seed, figures, **settings):
-    """Add a line of figures to a run's evals.jsonl.
-
-    settings: options of the evaluation that are not the run's own.
-    """
+    """Add a line of figures to a run's evals.jsonl. settings: options that are not the run's."""
     _, *argv = command(run, rate, seed).split()
     args = train.parse_args([*RUNS["a"]["flags"].split(), *argv[-8:-4]])
     vars(args).update(folder_captions=False, data_path=args.data)
@@ -261,17 +254,16 @@ def test_class_folders_become_shards_with_captions_and_a_val_split(printed, tmp_
     write_files(tmp_path, {f"cifar10/train/{i}/{j}.png": picture(format="PNG")
                            for i in range(len(classes)) for j in range(10)})
     printed("--again")
-    pattern = "cifar10/{00000..00003}.tar"
-    pairs = list(common.TarShards(pattern).each("caption"))
-    assert len(pairs) == 10 * len(classes) and all(len(captions) == 1 for _, captions in pairs)
+    pairs = list(common.TarShards("cifar10/{00000..00003}.tar").each("caption"))
     shown = " ".join(caption for _, (caption,) in pairs)
+    assert len(pairs) == 10 * len(classes)
     assert all(shown.count(f" {name}") == 10 for name in classes)
     fit, val = ([*Path("cifar10", part).glob("*/*.png")] for part in ("fit", "val"))
-    assert len(fit) == 9 * len(classes) and len(val) == len(classes)
+    names = {"/".join(path.parts[-2:]) for path in fit + val}
+    assert len(val) == len(classes) and len(fit) == 9 * len(val) and len(names) == len(pairs)
     Path("cifar10/00000.tar").write_text("the user's")
     shutil.rmtree("cifar10/val")
     shutil.rmtree("cifar10/fit")
     printed("--again")
-    assert Path("cifar10/00000.tar").read_text() == "the user's" and Path("cifar10/val").exists()
-    names = {"/".join(path.parts[-2:]) for path in fit + val}
-    assert len(names) == len(pairs) and all(path.exists() for path in fit + val)
+    assert Path("cifar10/00000.tar").read_text() == "the user's"
+    assert all(path.exists() for path in fit + val)

@@ -1,13 +1,10 @@
-"""What only a GPU can show. Without a GPU these tests are skipped.
+"""What only a GPU can show, in about a minute. Without a GPU these tests are skipped.
 
-The other tests run on the CPU, and compare the CPU with literal references. Here the CPU is the
-reference, in float64 where rounding is asked for. `pytest tests/test_gpu.py` takes about a minute.
+The other tests compare the CPU with literal references. Here the CPU is the reference.
 """
 
 import os
 import subprocess
-import time
-import warnings
 
 import pytest
 import torch
@@ -17,8 +14,10 @@ import common
 import conftest
 import eval as evaluation
 import train
-from helpers import ROOT, SMALL, assert_same_weights, read_log, tiny_model, train_alone, weights
-from test_gpu_fake import CASES, RAGGED, batch_of, cost_of_a_step, fake_cuda, group_of_8
+from helpers import (ROOT, SMALL, assert_same_weights, batch_of, read_log, tiny_model, train_alone,
+                     weights)
+from test_gpu_fake import CASES
+from test_memory import gradients
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ALONE = "tiny-patch:width=16,heads=2,depth=1"  # an image encoder without BatchNorm
@@ -36,21 +35,22 @@ def gpu(monkeypatch):
         yield
 
 
+def losses_of(flags, out):
+    """Train with the flags and return the loss of each step."""
+    train_alone([*flags, "--out", out])
+    return [record["loss"] for record in read_log(out)]
+
+
 def gradient_of(model, batch, device="cpu", dtype=torch.float64, amp=None):
     """Return the loss and the gradient, one vector in float64, both on the CPU.
 
     The model and the batch are moved to the device and to `dtype`; amp: the dtype of autocast.
     """
-    model.to(device, dtype).zero_grad()
+    model.to(device, dtype)
     batch = tree_map(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
-    batch = train.to_device(batch, device)
-    state = tree_map(torch.clone, model.state_dict())
     with torch.autocast(device, amp, enabled=amp is not None):
-        loss = model(batch)["loss"]
-    loss.backward()
-    model.load_state_dict(state)  # a forward pass moves DINO's centre and BatchNorm's means
-    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return loss.item(), torch.cat(gradients).double().cpu()
+        loss, found = gradients(model, train.to_device(batch, device))
+    return loss, torch.cat([gradient.flatten() for gradient in found.values()]).double().cpu()
 
 
 @pytest.mark.parametrize("amp", [None, "bf16", "fp16"])
@@ -58,9 +58,8 @@ def gradient_of(model, batch, device="cpu", dtype=torch.float64, amp=None):
 def test_loss_and_gradient_are_as_close_as_a_cpus(name, amp):
     """A GPU's errors, against float64, are at most 4 times the errors of a CPU of equal precision.
 
-    A CPU rounds the same tensors to the same dtype, but adds in another order. One batch may be
-    right by chance, so that the errors of three batches are added. For the same reason the error of
-    the loss is compared with the relative error of the gradient.
+    A CPU rounds the same tensors, but adds in another order. One batch may be right by chance, so
+    that the errors of three batches are added, and the loss is compared with the gradient.
     """
     method, settings = CASES[name]
     dtype, errors = DTYPES.get(amp), []
@@ -69,8 +68,9 @@ def test_loss_and_gradient_are_as_close_as_a_cpus(name, amp):
         right, expected = gradient_of(model, batch)
         _, of_cpu = gradient_of(model, batch, "cpu", torch.float32, dtype)
         loss, of_gpu = gradient_of(model, batch, "cuda", torch.float32, dtype)
-        errors.append([(of_cpu - expected).norm() / expected.norm(),
-                       (of_gpu - expected).norm() / expected.norm(), abs(loss - right) / abs(right)])
+        size = expected.norm()
+        errors.append([(of_cpu - expected).norm() / size, (of_gpu - expected).norm() / size,
+                       abs(loss - right) / abs(right)])
         assert not torch.equal(of_gpu, of_cpu)  # the GPU has computed
     of_cpu, of_gpu, of_loss = torch.tensor(errors).sum(0)
     assert of_gpu <= 4 * of_cpu and of_loss <= 4 * of_cpu
@@ -80,11 +80,10 @@ def test_fp16_skips_updates_that_overflow_and_goes_on(tmp_path, monkeypatch):
     scaler = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: scaler(
         device, enabled=enabled, init_scale=2.0**40))
-    train_alone([*SMALL["sparc"], "--amp", "fp16", "--steps", 40, "--out", tmp_path / "run"])
+    losses = losses_of([*SMALL["sparc"], "--amp", "fp16", "--steps", 40], tmp_path / "run")
     state = common.load_checkpoint(tmp_path / "run" / "last.pt")
     skipped = 40 - state["optimizer"]["state"][0]["step"].item()
     assert skipped > 0 and state["scaler"]["scale"] == 2.0 ** (40 - skipped)
-    losses = [record["loss"] for record in read_log(tmp_path / "run")]
     assert sum(losses[-5:]) < sum(losses[:5])
 
 
@@ -96,20 +95,15 @@ def test_flags_that_save_time_or_memory_give_the_plain_loss(tmp_path, name, flag
     common_flags = [*SMALL[name], "--amp", "off", "--steps", 4]
     if "accum" in flags:
         common_flags += ["--image-encoder", ALONE, "--image-size", 16]
-    train_alone([*common_flags, "--out", tmp_path / "plain"])
-    train_alone([*common_flags, *flags.split(), "--out", tmp_path / "other"])
-    plain, other = ([record["loss"] for record in read_log(tmp_path / run)]
-                    for run in ("plain", "other"))
+    plain = losses_of(common_flags, tmp_path / "plain")
+    other = losses_of([*common_flags, *flags.split()], tmp_path / "other")
     assert other == pytest.approx(plain, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["sparc", "sparo", "stair", "dino", "bam"])
 def test_a_resumed_run_has_the_same_weights(tmp_path, name):
-    """Bit for bit, if torch adds in a fixed order.
-
-    torch has no such order for the gradient of positions that are interpolated for small views, so
-    that the weights of DINO and BAM differ by rounding.
-    """
+    """Bit for bit, if torch adds in a fixed order. torch has no such order for the gradient of
+    interpolated positions, so that the weights of DINO and BAM differ by rounding."""
     flags, views = [*SMALL[name], "--steps", 4], name in ("dino", "bam")
     torch.use_deterministic_algorithms(True, warn_only=views)
     try:
@@ -125,111 +119,47 @@ def test_a_resumed_run_has_the_same_weights(tmp_path, name):
         torch.testing.assert_close(parts[key], whole[key], rtol=1e-3, atol=1e-4)
 
 
-def test_a_group_of_nccl_equals_one_process(tmp_path):
-    """One rank runs all collectives. The encoder's stem and BAM's projector have BatchNorm."""
-    for name in ("sparc", "bam"):
-        flags = [*SMALL[name], "--amp", "off", "--steps", 4]
-        train_alone([*flags, "--out", tmp_path / name])
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["sparc", "bam"])
+def test_a_group_of_nccl_equals_one_process(tmp_path, name):
+    """One GPU is a group of one, which runs all collectives. The encoder's stem and BAM's projector
+    have BatchNorm."""
+    ranks = torch.cuda.device_count()
+    flags = [*SMALL[name], "--amp", "off", "--steps", 4, "--batch", 8 * ranks]
+    one = losses_of(flags, tmp_path / "one")
+    if ranks == 1:
         torch.distributed.init_process_group(
             "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1,
             device_id=torch.device("cuda", 0))
-        train_alone([*flags, "--out", tmp_path / f"{name}-group"])  # its end leaves the group
-        one, group = ([record["loss"] for record in read_log(tmp_path / run)]
-                      for run in (name, f"{name}-group"))
-        assert group == pytest.approx(one, rel=1e-4)
-
-
-@pytest.mark.ranks
-def test_ranks_on_all_gpus_equal_one_process(tmp_path):
-    ranks = torch.cuda.device_count()
-    if ranks < 2:
-        pytest.skip("needs two GPUs")
-    for name in ("sparc", "bam"):
-        flags = [*SMALL[name], "--amp", "off", "--steps", 4, "--batch", 8 * ranks]
-        train_alone([*flags, "--out", tmp_path / name])
+        group = losses_of(flags, tmp_path / "group")  # its end leaves the group
+    else:
         command = ["torchrun", "--standalone", f"--nproc_per_node={ranks}", ROOT / "train.py",
-                   *flags, "--out", tmp_path / f"{name}-ranks"]
+                   *flags, "--out", tmp_path / "group"]
         subprocess.run(list(map(str, command)), check=True)
-        one, several = ([record["loss"] for record in read_log(tmp_path / run)]
-                        for run in (name, f"{name}-ranks"))
-        assert several == pytest.approx(one, rel=1e-4)
-
-
-@pytest.mark.parametrize("amp", DTYPES)
-@pytest.mark.parametrize("name", [name for name in CASES if name not in RAGGED])
-def test_an_update_does_not_wait_for_the_gpu(name, amp):
-    """STAIR's backward pass waits once for each head, for the entries that have a gradient.
-
-    fp16's scaler reads once whether all gradients are finite.
-    """
-    method, settings = CASES[name]
-    model, batch = tiny_model(method, **settings).cuda(), batch_of(method, name)
-    batch = train.to_device(batch, "cuda")
-    optimizer = train.OPTIMIZERS["adamw"](common.param_groups(model, 0.1), betas=(0.9, 0.98),
-                                          eps=1e-6)
-    scaler = torch.amp.GradScaler("cuda", enabled=amp == "fp16")
-    for step in range(2):  # the first update creates the optimizer's state
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("warn")
-        with warnings.catch_warnings(record=True) as waits:
-            warnings.simplefilter("always")
-            with torch.autocast("cuda", DTYPES[amp]):
-                loss = model(batch)["loss"]
-            scaler.scale(loss).backward()
-            model.before_update(step)
-            scaler.unscale_(optimizer)
-            train.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=True)
-            model.after_update(step, 4)
-        torch.cuda.set_sync_debug_mode("default")
-    waits = [str(wait.message) for wait in waits if "synchronizing" in str(wait.message)]
-    assert len(waits) <= 2 * (method == "stair"), waits
+        group = [record["loss"] for record in read_log(tmp_path / "group")]
+    assert group == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.parametrize("row", [
     ("sparc", "b32"), ("sparc", "b16", "--grad-checkpoint"), ("bam", "vit-s16")])
-def test_the_forward_pass_keeps_the_computed_memory(row, monkeypatch):
-    """The README's numbers of GPUs are computed from fake tensors."""
+def test_the_forward_pass_keeps_the_memory_of_the_dry_run(row):
     method, preset, *flags = row
     args = train.parse_args(["--method", method, "--preset", preset, *flags])
     method = train.METHODS[method]
-    args.image_size, kept = args.image_size or 224, []
-    model = train.new_model(args, method, range(4)).cuda()
-    with torch.device("cuda"):
-        for n in (4, 8):
-            batch = train.made_up_batch(args, method, model, n)
-            before = torch.cuda.memory_allocated()
-            with torch.autocast("cuda", torch.bfloat16):
-                outputs = model(batch)
-            kept.append(torch.cuda.memory_allocated() - before)
-            del outputs
-    per_image = (kept[1] - kept[0]) / 4 / 2**20
-    calls, waits = group_of_8(monkeypatch), []
-    try:
-        computed = cost_of_a_step(fake_cuda(monkeypatch, waits), calls, waits, *row)
-    finally:
-        torch.distributed.destroy_process_group()
-    assert per_image == pytest.approx(computed["kept"], rel=0.15)
-
-
-@pytest.mark.parametrize("seconds, products, least, most", [(0.03, 1, 0.9, 1), (0, 20, 0, 0.1)])
-def test_the_share_of_time_that_waits_for_data(seconds, products, least, most):
-    """A slow loader beside little work, and a fast loader beside much work."""
-    def batches():
-        while True:
-            time.sleep(seconds)
-            yield torch.randn(2048, 2048, device="cuda")
-
-    clock, loader = train.Clock(), batches()
-    for step in range(12):
-        if step in (0, 2):
-            clock.reset()
-        x = clock.wait_for(loader)
-        for _ in range(products):
-            x = x @ x / 50
-    assert least <= clock.rates(1)["data_share"] <= most
+    args.image_size = args.image_size or 224
+    model = train.new_model(args, method, range(4))
+    batches = [train.made_up_batch(args, method, model, n) for n in (4, 8)]
+    few, many = (train.kept_bytes(model, batch) for batch in batches)
+    model.cuda()
+    kept = []
+    for batch in batches:
+        batch = train.to_device(batch, "cuda")
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", torch.bfloat16):
+            outputs = model(batch)
+        kept.append(torch.cuda.memory_allocated() - before)
+        del outputs
+    assert kept[1] - kept[0] == pytest.approx(many - few, rel=0.15)
 
 
 TASKS = {"sparc": "retrieval,zeroshot,alignment,segmentation,knn", "bam": "knn,kmeans,linear,video",
@@ -237,32 +167,25 @@ TASKS = {"sparc": "retrieval,zeroshot,alignment,segmentation,knn", "bam": "knn,k
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_an_evaluation_equals_the_cpus(run_of, monkeypatch, name):
+def test_an_evaluation_equals_the_cpus(run_of, name):
     """24 scenes: one that changes sides, by rounding, moves a figure by .04."""
-    figures = []
+    figures, encodings = [], []
+    image, text = torch.rand(3, 16, 16), "a red ring"
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         embedder, args = evaluation.load_run(run_of(name), device)
         options = evaluation.options_of({"task": TASKS[name], "data": args.data}, args)
         data = evaluation.open_eval_set(options, args.image_size, embedder.model.encode_text)
         figures.append(evaluation.evaluate(embedder, data, options))
+        found = [embedder.images([image])]
+        found += [] if name == "bam" else [embedder.texts([text])]
+        found += [embedder.maps(image, text)["patches"]] if name in ("sparc", "sparo") else []
+        encodings.append([torch.as_tensor(x).cpu().float() for x in found])
     of_cpu, of_gpu = figures
     assert of_cpu.keys() == of_gpu.keys() and of_cpu
     for metric in of_cpu:
         assert of_gpu[metric] == pytest.approx(of_cpu[metric], abs=0.05, nan_ok=True), metric
-
-
-@pytest.mark.parametrize("name", ["sparc", "sparo", "stair"])
-def test_encodings_and_maps_equal_the_cpus(run_of, name):
-    image = torch.rand(3, 16, 16)
-    found = []
-    for device in ("cpu", "cuda"):
-        embedder, _ = evaluation.load_run(run_of(name), device)
-        maps = embedder.maps(image, "a red ring")["patches"] if name != "stair" else 0
-        found.append((embedder.images([image]), embedder.texts(["a red ring"]), maps))
-    for of_cpu, of_gpu in zip(*found):
-        torch.testing.assert_close(torch.as_tensor(of_gpu).cpu().float(),
-                                   torch.as_tensor(of_cpu).float(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(*encodings, atol=1e-4, rtol=1e-4)
 
 
 def test_products_are_exact_in_fp32_outside_of_half_precision():

@@ -3,16 +3,15 @@
 import dataclasses
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
 import common
 import eval as evaluation
 import train
+from helpers import ROOT
 from train import METHODS
 
-ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text("utf-8")
 # commands stand in indented lines; a backslash continues a line
 COMMANDS = [line.partition("  #")[0].strip() for line in TEXT.replace("\\\n", " ").splitlines()

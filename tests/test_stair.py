@@ -1,7 +1,6 @@
 """STAIR: every equation against a literal reference in float64, the three stages, and the search.
 
-The fast form of the encoding must have the values and gradients of the printed form, and need less
-memory. The inverted index is compared with a brute-force search.
+The inverted index is compared with a brute-force search.
 """
 
 import functools
@@ -22,10 +21,9 @@ from torch import nn
 import common
 import eval as evaluation
 import stair
-import train
 from helpers import (SMALL, LiveMemory, assert_same_with_gradients, infonce, make_batch, mean,
-                     padded, picture, read_log, run_ranks, shapes_alone, tiny_model, train_alone,
-                     weights, write_files, write_shards, write_tar)
+                     padded, picture, read_log, tiny_model, train_alone, weights,
+                     write_files, write_tar)
 
 V, E = 11, 6
 tiny_stair = functools.partial(tiny_model, "stair")
@@ -63,10 +61,7 @@ def build(special=(0, 3)):
 @pytest.mark.parametrize("shift", [0.0, -8.0])  # many or few words are active
 def test_encodings_equal_equations_4_and_5_in_values_and_gradients(
         masked, chunk, shift, monkeypatch):
-    """chunk: how many numbers the streamed form computes at a time.
-
-    encode() is the printed form.
-    """
+    """chunk: how many numbers the streamed form computes at a time. encode() is as printed."""
     monkeypatch.setattr(stair.StreamedEncoding, "CHUNK", chunk)
     head, h = build(), torch.randn(4, 7, 5, dtype=torch.double, requires_grad=True)
     nn.init.constant_(head.bias, shift)
@@ -82,10 +77,8 @@ def test_encodings_equal_equations_4_and_5_in_values_and_gradients(
 
 
 def test_inactive_words_of_the_caption_get_a_gradient():
-    """An entry of 0 has no gradient, so an inactive word would stay inactive.
-
-    A revived entry has the gradient of its maximum, but only if a larger value lowers the loss.
-    """
+    """An entry of 0 has no gradient, so an inactive word would stay inactive. A revived entry has
+    the gradient of its maximum, but only if a larger value lowers the loss."""
     head, h = build(special=()), torch.randn(1, 3, 5, dtype=torch.double)
     nn.init.constant_(head.bias, -50.0)
     word = torch.arange(V) == 4
@@ -98,9 +91,7 @@ def test_inactive_words_of_the_caption_get_a_gradient():
 
 def test_gradients_of_revived_words_are_bounded():
     """The cosine of an empty encoding would divide by 0. The loss bounds the norm from below.
-
-    Special words and masked positions are not revived.
-    """
+    Special words and masked positions are not revived."""
     head, h, norms = build(), torch.randn(4, 3, 5, dtype=torch.double), []
     words = torch.rand(4, V, dtype=torch.double)
     for bias in (0.0, -50.0):  # with -50 the encodings are empty
@@ -147,7 +138,7 @@ def test_flops_loss_equals_equation_6():
 
 @pytest.mark.parametrize("size", [1.0, 0.1, 0.0])
 def test_contrastive_loss_is_the_mean_of_equation_3_in_both_directions(size):
-    """size: of a short image and a short caption, whose norm counts as 0.5, so that 0 is allowed."""
+    """size: of a short image and a short caption, whose norm counts as 0.5: 0 is allowed."""
     sizes = torch.tensor([[1.0], [1.0], [size], [1.0]], dtype=torch.double)
     v, t = ((torch.rand(4, V).double() * sizes).requires_grad_() for _ in range(2))
     M = [[5 * (a @ b) / (a.norm().clamp(min=0.5) * b.norm().clamp(min=0.5)) for b in t] for a in v]
@@ -160,6 +151,9 @@ def test_caption_mask_equals_equation_8():
     mask = torch.tensor([[True] * 4, [True, True, False, False]])
     expected = [[float(k in words) for k in range(V)] for words in ((2, 5, 7), (2, 9))]
     assert stair.caption_mask(tokens, mask, V).tolist() == expected
+    words = torch.zeros(30)
+    words[[5, 7]] = 0.5**0.5  # a query without the text encoder weights words equally
+    torch.testing.assert_close(tiny_stair().encode_words(tokens, mask)[0], words)
 
 
 def test_lamb_equals_the_algorithm_of_its_paper():
@@ -174,7 +168,7 @@ def test_lamb_equals_the_algorithm_of_its_paper():
     for step in range(1, 5):
         g = torch.randn(3, 4, dtype=torch.double)
         p.grad, zero.grad, free.grad = g.clone(), torch.ones_like(zero), torch.ones_like(free)
-        optimizer.step()
+        assert optimizer.step(closure=lambda: p.sum().requires_grad)  # the closure has gradients
         m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
         r = (m / (1 - 0.8**step)) / ((v / (1 - 0.9**step)).sqrt() + 1e-6) + 0.1 * x
         x = x - 0.02 * x.norm() / r.norm() * r
@@ -202,44 +196,35 @@ def test_model_loss_equals_equation_7():
     torch.testing.assert_close(model.encode_image(batch["images"]).norm(dim=1), torch.ones(4))
 
 
-def test_regulariser_grows_with_the_square_of_the_step():
-    model, strengths = tiny_stair(ramp=0.25), []
-    for step in range(8):
-        model.after_update(step, 8)
-        strengths.append(model.strength.item())
-    assert strengths == pytest.approx([0.25] + [1] * 7)
-
-
-def test_stage_1_masks_all_words_but_the_captions_own():
-    """Padding changes the encodings in no stage."""
-    model, batch = tiny_stair(1), make_batch()
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_padding_changes_the_encodings_in_no_stage(stage):
+    model, batch = tiny_stair(stage), make_batch()
     enc = model.text_encoding(batch["tokens"], batch["mask"])
-    words = stair.caption_mask(batch["tokens"], batch["mask"], 30)
-    assert ((enc > 0) <= (words > 0)).all() and (enc > 0).any()
     torch.testing.assert_close(model.text_encoding(*padded(batch)), enc)
-    model.begin_stage(2, fresh=True)
-    more = model.text_encoding(batch["tokens"], batch["mask"])
-    assert ((more > 0).sum(1) > (enc > 0).sum(1)).all()
-    torch.testing.assert_close(model.text_encoding(*padded(batch)), more)
 
 
 def test_stage_2_freezes_the_image_encoder_and_its_embedding():
-    """A model that loads this state freezes them, too."""
-    model, batch = tiny_stair(2).train(), make_batch()
-    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.5)
+    """Also for an optimizer of stage 1, and in a model that loads this state."""
+    model, batch = tiny_stair(1).train(), make_batch()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def update():
+        model(batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    update()
+    model.begin_stage(2, fresh=True)
     before = model.image_encoding(batch["images"])
     statistics = [b.clone() for b in model.image_encoder.buffers()]     # BatchNorm's
     words = model.text_encoder.embedding.weight.detach().clone()
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(batch)["loss"].backward()
-        optimizer.step()
+    update(), update()
     assert torch.equal(model.image_encoding(batch["images"]), before) and not before.requires_grad
     assert all(map(torch.equal, statistics, model.image_encoder.buffers()))
     assert not torch.equal(model.text_encoder.embedding.weight, words)
     again = tiny_stair(3)
-    wrapped = torch.nn.ModuleDict({"model": again})  # as another project may wrap it
-    wrapped.load_state_dict({f"model.{key}": x for key, x in model.state_dict().items()})
+    wrapped = nn.ModuleList([again])  # as another project may wrap it
+    wrapped.load_state_dict({f"0.{key}": x for key, x in model.state_dict().items()})
     assert torch.equal(again.image_encoding(batch["images"]), before)
     assert not any(p.requires_grad for p in again.image_encoder.parameters())
     model.begin_stage(3, fresh=True)
@@ -248,112 +233,57 @@ def test_stage_2_freezes_the_image_encoder_and_its_embedding():
     assert model.image_encoder.training
 
 
-def loop_of_the_docstring(rank, ranks):
-    """Run the lines in the docstring of Model for three stages of 4 steps -> [state] of each."""
-    torch.manual_seed(0)
-    config = stair.Config(lambda_image=0.3, ramp=0.5)
-    parts = tiny_stair()
-    model = stair.Model(config, parts.image_encoder, parts.text_encoder, 16, 16)
+def test_the_lines_in_the_docstring_train_three_stages():
+    """Three stages of 4 steps."""
+    model, states = tiny_stair(1, ramp=0.5), []
+    model.strength.zero_()
     assert model.number == model.stage == 1 and model.strength == 0  # until after_update
     lines = textwrap.dedent("\n".join(re.findall(r"^ {8}.*$", stair.Model.__doc__, re.MULTILINE)))
     assert len(lines.splitlines()) == 6
-    states = []
     for number in (1, 2, 3):
-        known = dict(model=model, number=number, ranks=ranks, steps=4, torch=torch, batch=make_batch(),
+        known = dict(model=model, number=number, ranks=1, steps=4, torch=torch, batch=make_batch(),
                      gather=stair.all_ranks, DDP=nn.parallel.DistributedDataParallel)
         exec(lines, known)
         states.append({name: x.clone() for name, x in model.state_dict().items()})
-    return states
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ranks)])
-def test_the_lines_in_the_docstring_train_three_stages(tmp_path, ranks):
-    alone = loop_of_the_docstring(0, 1)
-    runs = [alone] if ranks == 1 else run_ranks(tmp_path, loop_of_the_docstring, ranks, ranks)
-    for first, second, third in runs:
-        assert [state["stage"] for state in (first, second, third)] == [1, 2, 3]
-        assert first["strength"] == second["strength"] == third["strength"] == 1
-        for name in ("image_encoder.pos", "image_head.transform.0.weight", "text_encoder.pos"):
-            kept = torch.equal(first[name], second[name]), torch.equal(second[name], third[name])
-            assert kept == (name.startswith("image"), False), name
-
-
-def test_a_forward_pass_keeps_the_mode_of_the_image_encoder():
-    model, batch = tiny_stair().train(), make_batch()
-    model.image_encoder.eval()
-    model(batch)
-    assert not model.image_encoder.training
-    model.train().begin_stage(2, fresh=True)
-    assert not model.image_encoder.training and model.text_encoder.training
-
-
-def test_queries_without_a_text_encoder_weight_the_captions_words_equally():
-    tokens, mask = torch.tensor([[2, 5, 7, 5, 3]]), torch.ones(1, 5, dtype=torch.bool)
-    expected = torch.zeros(1, 30)
-    expected[0, [5, 7]] = 0.5**0.5
-    torch.testing.assert_close(tiny_stair().encode_words(tokens, mask), expected)
+    first, second, third = states
+    assert [state["stage"] for state in states] == [1, 2, 3]
+    assert first["strength"] == second["strength"] == third["strength"] == 1
+    for name in ("image_encoder.pos", "image_head.transform.0.weight", "text_encoder.pos"):
+        kept = torch.equal(first[name], second[name]), torch.equal(second[name], third[name])
+        assert kept == (name.startswith("image"), False), name
 
 
 @pytest.mark.parametrize("stage", [2, 3])  # stage 2 has the frozen embedding
 def test_word_maps_have_the_encoding_as_their_maximum(stage):
     model, images, ids = tiny_stair(stage).eval(), torch.randn(2, 3, 16, 16), [5, 9, 20]
-    nn.init.normal_(model.text_encoder.embedding.weight)
+    nn.init.normal_(model.text_encoder.embedding.weight), nn.init.normal_(model.image_head.bias)
     maps = model.word_maps(images, torch.tensor(ids))
     assert maps.shape == (2, 16, 3)
     enc = model.image_encoding(images)[:, ids]
     torch.testing.assert_close(torch.log1p(maps.amax(1).relu()), enc)
 
 
-def test_presets_have_the_papers_model_and_steps():
-    """Sec. 4.2 and App. A. The 140.0 million parameters were counted by hand."""
-    three, single, clip = [
-        train.parse_args(["--method", method, "--preset", preset]) for method, preset in
-        (("stair", "b16"), ("stair", "b16-single"), ("sparo", "stair-clip"))]
-    with shapes_alone():
-        encoders = common.build_encoders(train.METHODS["stair"], three, [])
-        model = common.build_model(train.METHODS["stair"], three, *encoders)
-    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 140.0
-    third = 3, 600_000, pytest.approx(1e-4)
-    assert stair.stages(three) == [(1, 300_000, 1e-3), (2, 300_000, 1e-3), third]
-    assert stair.stages(single) == [(3, 600_000, 1e-3)] and single.optimizer == "lamb"
-    for name in "optimizer schedule clip_grad".split():  # test_contract.py has lr and steps
-        assert getattr(clip, name) == getattr(single, name)
-
-
-def test_three_stages_have_their_steps_and_learning_rates(tmp_path):
-    rates = "--lr 1e-3 --lr-2 0.5 --lr-3 0.1".split()
-    train_alone([*SMALL["stair"], *rates, "--out", tmp_path])
-    third = [1e-4 * (1 + math.cos(math.pi * max(0, step - 1) / 3)) / 2 for step in range(4)]
-    log = read_log(tmp_path)
-    assert [record["lr"] for record in log] == pytest.approx([1e-3] * 2 + [5e-4] * 2 + third)
-    names = "stage-1.pt", "stage-2.pt", "last.pt"
-    first, second, last = (weights(tmp_path, name) for name in names)
-    assert [first["stage"], second["stage"], last["stage"]] == [1, 2, 3]
-    assert [common.load_checkpoint(tmp_path / name)["step"] for name in names] == [2, 4, 8]
-    frozen = [name for name in first if re.match("image_encoder|image_head.transform", name)]
-    assert all(torch.equal(first[name], second[name]) for name in frozen)
-    assert not all(torch.equal(second[name], last[name]) for name in frozen)
-    assert torch.equal(second["image_embedding"], first["text_encoder.embedding.weight"])
-
-
-def test_a_run_without_stage_2_continues_with_stage_3(tmp_path):
-    flags = "--share-2 0 --amp bf16 --grad-checkpoint --init-scale 20".split()
-    train_alone([*SMALL["stair"], *flags, "--out", tmp_path])
-    log = read_log(tmp_path)
-    assert [record["stage"] for record in log] == [1] * 2 + [3] * 6
-    assert log[0]["scale"] == pytest.approx(20) and log[0]["active_text"] > 1
-
-
-def test_a_single_stage_trains_with_lamb_and_a_linear_schedule(tmp_path):
-    flags = "--stages single --optimizer lamb --schedule linear --lr 1e-3".split()
-    train_alone([*SMALL["stair"], *flags, "--out", tmp_path])
-    log, expected = read_log(tmp_path), [1e-3]
-    expected += [1e-3 * (8 - step) / 7 for step in range(1, 8)]
-    assert [record["lr"] for record in log] == pytest.approx(expected)
-    assert {record["stage"] for record in log} == {3}
-    assert not (tmp_path / "stage-1.pt").exists()
-    state = common.load_checkpoint(tmp_path / "last.pt")["optimizer"]["state"]
-    assert all(isinstance(p["step"], int) for p in state.values())      # AdamW keeps tensors
+@pytest.mark.parametrize("flags, stages, rates", [
+    ("--lr-2 0.5 --lr-3 0.1", [1, 1, 2, 2, 3, 3, 3, 3], [1e-3, 1e-3, 5e-4, 5e-4] + [
+        1e-4 * (1 + math.cos(math.pi * step / 3)) / 2 for step in (0, 0, 1, 2)]),
+    ("--share-2 0 --lr-3 1 --schedule linear --amp bf16 --grad-checkpoint",
+     [1, 1, 3, 3, 3, 3, 3, 3], [1e-3, 1e-3] + [1e-3 * step / 5 for step in (5, 5, 4, 3, 2, 1)]),
+    ("--stages single --optimizer lamb --schedule linear", [3] * 8,
+     [1e-3] + [1e-3 * step / 7 for step in (7, 6, 5, 4, 3, 2, 1)])])
+def test_stages_have_their_steps_and_learning_rates(tmp_path, flags, stages, rates):
+    train_alone([*SMALL["stair"], "--lr", "1e-3", *flags.split(), "--out", tmp_path])
+    log, files = read_log(tmp_path), ["stage-1.pt", "stage-2.pt", "last.pt"]
+    assert [record["stage"] for record in log] == stages
+    assert [record["lr"] for record in log] == pytest.approx(rates)
+    assert [(tmp_path / name).exists() for name in files] == [1 in stages, 2 in stages, True]
+    if "lamb" in flags:
+        state = common.load_checkpoint(tmp_path / "last.pt")["optimizer"]["state"]
+        assert all(isinstance(p["step"], int) for p in state.values())  # AdamW keeps tensors
+    if 2 in stages:
+        assert [common.load_checkpoint(tmp_path / name)["step"] for name in files] == [2, 4, 8]
+        first, second, last = (weights(tmp_path, name) for name in files)
+        assert [first["stage"], second["stage"], last["stage"]] == [1, 2, 3]
+        assert torch.equal(second["image_embedding"], first["text_encoder.embedding.weight"])
 
 
 def test_label_ranks_use_the_best_sub_word_and_count_ties_against_it():
@@ -380,10 +310,7 @@ def test_the_better_word_of_an_images_two_labels_counts():
 
 
 def test_a_sub_word_does_not_compete_with_the_word_that_it_spells():
-    """Methods other than STAIR encode each token as a text.
-
-    The texts of "car" and "##car" are equal.
-    """
+    """Other methods than STAIR encode each token as a text: "car" and "##car" are equal."""
     tokenizer = common.WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "car", "##car", "##s"])
     embed = SimpleNamespace(
         tokenizer=tokenizer, model=SimpleNamespace(encode_words=None),
@@ -391,13 +318,12 @@ def test_a_sub_word_does_not_compete_with_the_word_that_it_spells():
         similarity=lambda x, y: x @ y.T)
     scores = evaluation.vocabulary_scores(embed, torch.tensor([[0.0, 1.0]]))
     assert scores.tolist() == [[-math.inf] * 4 + [3.0, -math.inf, 1.0]]
-    assert stair.label_ranks(scores, [[4]], torch.tensor([0])).tolist() == [0]
     embed.model.encode_words = True                                # STAIR: entries are words
     scores = evaluation.vocabulary_scores(embed, torch.arange(7.0)[None])
     assert scores.tolist() == [[-math.inf] * 4 + [4.0, 5.0, 6.0]]
 
 
-def test_a_run_is_read_and_searched(tmp_path, run_of, monkeypatch, capsys):
+def test_a_run_is_read_and_searched(tmp_path, run_of, capsys):
     run = shutil.copytree(run_of("stair"), tmp_path / "run")
     evaluation.main([str(run), "--task", "words,textfree,sparsity"])
     evaluation.main([str(run), "--task", "sparsity", "--checkpoint", "stage-1.pt"])
@@ -410,8 +336,7 @@ def test_a_run_is_read_and_searched(tmp_path, run_of, monkeypatch, capsys):
     capsys.readouterr()
     evaluation.main([str(run), "--query", "a red circle", "Red AND NOT blue", "red AND NOT red"])
     shown = capsys.readouterr().out
-    for way in ("a red circle (text encoder): ", "a red circle (words alone): ", "Red AND NOT blue:"):
-        assert way in shown
+    assert "a red circle (text encoder): " in shown and "Red AND NOT blue:" in shown
     embed, _ = evaluation.load_run(run)
     images = common.open_data("shapes:size=16,objects=2,words=20").sample(24, "test", 7)["images"]
     query = embed.texts(["a red circle"], embed.model.encode_words)[0]
@@ -419,49 +344,36 @@ def test_a_run_is_read_and_searched(tmp_path, run_of, monkeypatch, capsys):
     best = [f"{i} ({scores[i]:.2f})" for i in scores.topk(8).indices.tolist() if scores[i] > 0]
     assert f"a red circle (words alone): {', '.join(best) or 'nothing'}\n" in shown
     assert (run / "a-red-circle-Red-AND-NOT-blue-red-AND-NOT-red-search.png").exists()
-    before = {*run.iterdir()}
-    for query in ("красный", "中文", "中_文", "中文" * 40):  # each has a picture of its own
-        data = evaluation.Options(data="/x", is_own=True)
-        (run / evaluation.output_path(run, data, f"{evaluation.path_words(query)}-search.png")).touch()
-    assert len({*run.iterdir()} - before) == 4
+    names = {evaluation.path_words(query) for query in ("красный", "中文", "中_文", "中文" * 40)}
+    assert len(names) == 4  # each has a picture of its own
 
 
-def test_images_in_files_are_searched(tmp_path, monkeypatch, capsys):
-    captions, run = ["中文 red", "中文 green", "中文 blue"], tmp_path / "run"
-    rows = "".join(f"data/x/{i}.png,{caption}\n" for i, caption in enumerate(captions))
-    files = {f"data/x/{i}.png": picture(format="PNG") for i in range(3)}
-    write_files(tmp_path, files | {"captions.csv": f"image,caption\n{rows}"})
-    train.main([*SMALL["stair"], "--data", f"{tmp_path}/captions.csv", "--image-size", "16",
-                "--batch", "3", "--out", str(run)])
-    write_files(tmp_path, {"data/x/9.png": "no image"})
+def test_images_in_files_are_searched(run_of, tmp_path, monkeypatch, capsys):
+    """A search needs neither captions nor labels. It holds names and no images: a JPEG may be
+    followed by anything, and each of the 8 has 2 MB."""
+    run, held, answers = shutil.copytree(run_of("stair"), tmp_path / "run"), [], evaluation.answers
+    write_files(tmp_path, {f"data/x/{i}.png": picture(format="PNG") for i in range(3)}
+                | {"data/x/9.png": "no image", "data/9.jpg": "no image"})
     with monkeypatch.context() as patch:  # the broken image is a part of its own
         chunks = evaluation.chunks
         patch.setattr(evaluation, "chunks", lambda items, n: chunks(items, 1))
         evaluation.main([str(run), "--data", str(tmp_path / "data"), "--query", "red"])
     assert len([*run.glob("*data-red-search.png")]) == 1
-    shards = write_shards(tmp_path, [4])  # a search needs neither captions nor labels
-    capsys.readouterr()
-    evaluation.main([str(run), "--data", shards, "--query", "red"])
-    found = re.search(r"red \(text encoder\): (.*)", capsys.readouterr().out)[1].split(", ")
-    assert 1 <= len(found) <= 4 and all(re.match(r".*\.tar:\w+ \(", name) for name in found)
-
-
-def test_a_search_holds_names_and_no_images(run_of, tmp_path, monkeypatch):
-    """A JPEG may be followed by anything: each of the 8 files has 2 MB."""
-    run, held = shutil.copytree(run_of("stair"), tmp_path / "run"), []
-    shard = write_tar(tmp_path / "0.tar", {f"{i}.jpg": picture() + bytes(2_000_000) for i in range(8)})
-    answers = evaluation.answers
+    jpeg = picture() + bytes(2_000_000)
+    shard = write_tar(tmp_path / "0.tar", {f"{i}.jpg": jpeg for i in range(8)})
     monkeypatch.setattr(evaluation, "answers", lambda *arguments: held.append(
         tracemalloc.get_traced_memory()[0]) or answers(*arguments))
+    capsys.readouterr()
     tracemalloc.start()
-    evaluation.main([str(run), "--data", str(shard), "--query", "red", "--batch", "2"])
+    evaluation.main([str(run), "--data", shard, "--query", "red", "--batch", "2"])
     tracemalloc.stop()
     assert held[0] < 4_000_000
+    found = re.search(r"red \(text encoder\): (.*)", capsys.readouterr().out)[1].split(", ")
+    assert 1 <= len(found) <= 8 and all(re.match(r".*\.tar:\w+ \(", name) for name in found)
 
 
-@pytest.mark.parametrize("name", ["sparc", "sparo"])
-def test_models_with_text_are_searched_by_cosine(name, run_of, tmp_path, capsys):
-    run = shutil.copytree(run_of(name), tmp_path / "run")
+def test_models_with_text_are_searched_by_cosine(run_of, tmp_path, capsys):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     files = {f"{i}.png": picture(20, 16, format="PNG", value=20 * i) for i in range(12)}
     write_files(tmp_path / "photos", files)
     evaluation.main([str(run), "--data", str(tmp_path / "photos"), "--query", "a red ring",
@@ -470,11 +382,8 @@ def test_models_with_text_are_searched_by_cosine(name, run_of, tmp_path, capsys)
     model, _ = evaluation.load_run(run)
     paths = [str(tmp_path / "photos" / file) for file in files]
     scores = model.similarity(model.images(paths), model.texts("a red ring"))[:, 0].tolist()
-    best = sorted(zip(scores, paths), reverse=True)[:8]
-    assert "a red ring (text encoder): " in out and f"{best[0][1]} ({best[0][0]:.2f})" in out
-    found = re.findall(r"(\S+png) \((.*?)\)", out)
-    assert {float(score) for _, score in found} == {round(score, 2) for score, _ in best}
-    assert len(found) == 8 and {path for path, _ in found} <= set(paths)
+    best = [f"{path} ({score:.2f})" for score, path in sorted(zip(scores, paths), reverse=True)[:8]]
+    assert f"a red ring (text encoder): {', '.join(best)}\n" in out
     assert len([*run.glob("*photos-a-red-ring-search.png")]) == 1
 
 
@@ -486,22 +395,19 @@ def random_encodings(n):
     return torch.rand(n, len(WORDS)) * (torch.rand(n, len(WORDS)) < 0.5)
 
 
-def make_index(n=40):
-    """Return an index of n random documents d0, d1, ... and their encodings."""
-    index, enc = stair.InvertedIndex(WORDS), random_encodings(n)
-    index.add([f"d{i}" for i in range(n)], enc)
+def make_index():
+    """Return an index of 40 random documents d0, d1, ... and their encodings."""
+    index, enc = stair.InvertedIndex(WORDS), random_encodings(40)
+    index.add([f"d{i}" for i in range(40)], enc)
     return index, enc
 
 
-def brute_force(documents, query, k, least=1e-30):
-    """Score every document -> the k best [(id, score)], best first.
-
-    documents: {id: encoding (|V|,)}. query: (|V|,). least: the lowest score that is found.
-    """
+def brute_force(documents, query, k):
+    """Score documents {id: encoding (|V|,)} -> the k best [(id, score)] above 0, best first."""
     found = {name: sum(x * y for x, y in zip(enc.tolist(), query.tolist()))
              for name, enc in documents.items()}
     best = sorted(found.items(), key=lambda item: -item[1])[:k]
-    return [(name, pytest.approx(score, abs=1e-6)) for name, score in best if score >= least]
+    return [(name, pytest.approx(score, abs=1e-6)) for name, score in best if score > 0]
 
 
 def test_the_index_finds_what_a_brute_force_search_finds():
@@ -536,8 +442,6 @@ def test_boolean_queries_find_the_documents_that_match(query, words, expected):
     where, found = stair.boolean_query(query, index)
     assert stair.is_boolean(query) and found == words.split()
     assert where.tolist() == [bool(expected(*row)) for row in (enc > 0)[:, 1:5].tolist()]
-    ids = {name for name, _ in index.search(dict.fromkeys(WORDS, 1.0), 40, where=where)}
-    assert ids == {f"d{i}" for i in where.nonzero()[:, 0].tolist()}
 
 
 def test_search_applies_where_allow_and_block():
@@ -555,35 +459,23 @@ def test_search_applies_where_allow_and_block():
     assert dict(index.search({"red": -9.0}, 40, where=where)).keys() == documents.keys()
 
 
-def test_a_search_in_a_folder_of_images_needs_no_captions(run_of, tmp_path, capsys):
-    write_files(tmp_path, {f"photos/{i}.png": picture(format="PNG") for i in range(3)})
-    evaluation.main([str(run_of("stair")), "--data", str(tmp_path / "photos"), "--query", "red"])
-    out = capsys.readouterr().out
-    assert "red (text encoder): " in out and "search.png" in out
-
-
-@pytest.mark.parametrize("query, message", [
-    *((query, "not a boolean query") for query in
-      ["", "red AND", "red)", "NOT", "OR red", "()", "red OR OR blue"]),
-    ("(red", "join words by"), ("NOT (red OR blue)", "at least one without NOT"),
-    ("red NOT green", "no word 'green'")])
-def test_invalid_boolean_queries_raise_errors_that_name_them(query, message):
-    with pytest.raises(ValueError, match=message):
-        stair.boolean_query(query, stair.InvertedIndex(WORDS))
+def query_of(index, query):
+    return stair.boolean_query(query, index)
 
 
 @pytest.mark.parametrize("function, arguments, message", [
     (stair.InvertedIndex.has, ["green"], "no word 'green'"),
     (stair.InvertedIndex.search, [{"green": 1.0}], "no word 'green'"),
     (stair.InvertedIndex.search, [{}, 1, None, ["green"]], "no word 'green'"),
-    (stair.InvertedIndex.search, [{}, 1, None, None, ["green"]], "no word 'green'"),
-    (stair.InvertedIndex.search, [{}, 1, None, "red"], "lists of words for allow and block"),
     (stair.InvertedIndex.search, [{}, 1, None, None, "red"], "lists of words for allow and block"),
     (stair.InvertedIndex.search, [torch.ones(3)], r"has 6 weights, not \(3,\)"),
     (stair.InvertedIndex.add, [["a"], torch.ones(2, 6)], r"encodings \(2, 6\)"),
     (stair.InvertedIndex.add, ["xy", torch.ones(2, 6)], "Give a list of n ids"),
     *((stair.InvertedIndex.add, [["a"], torch.full((1, 6), x)], "finite and not negative")
-      for x in (-1.0, math.nan, math.inf))])
-def test_bad_arguments_of_the_index_raise_errors_that_name_them(function, arguments, message):
+      for x in (-1.0, math.nan, math.inf)),
+    *((query_of, [text], "not a boolean query") for text in ("", "red AND", "red)", "OR r", "()")),
+    (query_of, ["(red"], "join words by"), (query_of, ["red NOT green"], "no word 'green'"),
+    (query_of, ["NOT (red OR blue)"], "at least one without NOT")])
+def test_bad_arguments_and_queries_raise_errors_that_name_them(function, arguments, message):
     with pytest.raises(ValueError, match=message):
         function(stair.InvertedIndex(WORDS), *arguments)
