@@ -125,8 +125,8 @@ class Config:
     # vocabulary is trained on the captions of --data
     vocab: str | None = None
     vocab_size: int = 8192  # largest size of a vocabulary trained on the captions, > 0
-    # side of an image in pixels, > 0; without it, and for shapes, the size in the SPEC of shapes;
-    # for other data the encoder's input size
+    # side of an image in pixels, > 0; without it the size in the SPEC of shapes, for other data the
+    # encoder's input size
     image_size: int | None = None
     # smallest area of a training crop, as a fraction of the image's area, > 0, <= 1; 1 resizes the
     # whole image; pictures of `shapes` with captions are neither cropped nor mirrored
@@ -448,6 +448,9 @@ def check_settings(args, method, usual, given):
         if args.resume and name in FIXED:
             raise UserError(f"{args.out} was begun with {flag} {default}, which cannot change: "
                             f"leave out {flag} {value}, or give another --out.")
+        if name in TEXT_FLAGS and args.finetune and method.uses_text(args):
+            raise UserError(f"{flag} {value} does not fit the fine-tuned {args.finetune}: leave "
+                            "it out.")
         if name in unused:
             raise UserError(f"{flag} has no effect on this objective: leave it out.")
         if isinstance(value, (int, float)):
@@ -673,6 +676,9 @@ def open_training_data(args, method):
     is_table = isinstance(data, common.CaptionTable)
     if isinstance(data, common.World):
         image_size = data.size
+        if args.image_size not in (None, image_size):
+            raise UserError(f"--image-size {args.image_size} is not the size of {args.data}: "
+                            "leave out one of them.")
     args.image_size = image_size
     if args.flip is None:
         args.flip = 0.0 if content == "caption" else 0.5

@@ -977,8 +977,9 @@ def test_each_flag_of_a_task_is_named_where_no_task_reads_it(tmp_path, capsys):
 
 
 def test_every_data_format_has_a_default_split(tmp_path, monkeypatch):
-    write_files(tmp_path, {"coco.json": '{"images": [], "annotations": []}', "a.json": "{}",
-                           "a.csv": "image,caption\n", "b.tsv": "split\timage\tcaption\n"})
+    write_files(tmp_path, {"coco.json": '{"images": [], "annotations": []}',
+                           "a.json": '{"images": [{"split": "test"}]}', "a.csv": "image,caption\n",
+                           "b.tsv": "split\timage\tcaption\n"})
     monkeypatch.chdir(tmp_path)
     for split, specs in (("test", ("shapes:objects=2", "a.json", "b.tsv")),
                          ("val", ("a.json:split=val", "b.tsv:split=val")),
