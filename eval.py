@@ -2276,17 +2276,29 @@ def draw_slots(embedder, data):
     return sheet(title, note, rows)
 
 
+def word_cloud(words, scores):
+    """Words, their scores (n,) -> a picture of the best 20 words with their scores (STAIR, Table
+    9). The font grows with the score. Words that are not in the encoding, with score 0, and special
+    tokens, with score -inf, are left out."""
+    best, ids = scores.topk(min(20, len(words)))
+    sizes = 11 + 6 * best / best[0].clamp(min=1e-6)
+    pages = []
+    for k, size, score in zip(ids, sizes, best):
+        if score > 0:
+            number = draw_text(f"{score:.2f}", 1, 11)
+            pair = join([draw_text(words[k], 1, int(size)), number], gap=4)
+            pages.append(ImageOps.expand(pair, (0, 0, max(0, 112 - pair.width), 0), "white"))
+    cloud = [join(part) for part in chunks(pages or [draw_text("no word", 100)], 3)]
+    return join(cloud, True, 2)
+
+
 def draw_words(embedder, data):
     """The words that score highest for an image (STAIR, Fig. 4)."""
     images, captions = take(embedder, data, 16)
     x, cells = embedder.encode_batches([images], embedder.model.image_encoding), []
-    found = vocabulary_scores(embedder, x).topk(min(20, len(embedder.tokenizer)))
-    for image, caption, scores, ids in zip(images, captions, *found):
-        # words that are not in the encoding have score 0, and special tokens -inf
-        words = [f"{embedder.tokenizer.vocab[k]} {score:.2f}" for k, score in zip(ids, scores)
-                 if score > 0]
-        page = draw_text(", ".join(words) or "no word", 300)
-        cells.append((join([to_picture(image), page]), caption))
+    for image, caption, scores in zip(images, captions, vocabulary_scores(embedder, x)):
+        cloud = word_cloud(embedder.tokenizer.vocab, scores)
+        cells.append((join([to_picture(image), cloud]), caption))
     title = "The 20 words that score highest for an image, and their scores."
     note = ("A score is the weight of the word, before the encoding gets length 1. The model does "
             "not see the caption.")

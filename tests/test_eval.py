@@ -998,6 +998,30 @@ def rows_of(monkeypatch, draw, *arguments):
         return draw(*arguments)
 
 
+def test_a_cloud_shows_the_words_of_an_encoding_the_largest_first(monkeypatch):
+    drawn, draw_text = [], evaluation.draw_text
+    monkeypatch.setattr(evaluation, "draw_text", lambda string, width, size=13: (
+        drawn.append((string, size)) or draw_text(string, width, size)))
+    evaluation.word_cloud(["a", "b", "c", "d"], torch.tensor([0.5, 0, 2, -math.inf]))
+    assert drawn == [("2.00", 11), ("c", 17), ("0.50", 11), ("a", 12)]
+
+
+def test_images_have_their_best_words(tmp_path, monkeypatch):
+    """The captions of red and blue are swapped."""
+    make_folders(tmp_path)
+    table = "image,caption\nred/0.png,blue\nblue/0.png,red\ngreen/0.png,green\n"
+    write_files(tmp_path, {"a.csv": table})
+    embed, (data, _) = embedder(), opened(tmp_path / "a.csv")
+    embed.model.image_encoding = embed.model.encode_image
+    clouds, cloud = [], evaluation.word_cloud
+    monkeypatch.setattr(evaluation, "word_cloud", lambda words, scores: (
+        clouds.append(words[scores.argmax()]) or cloud(words, scores)))
+    (_, cells), = rows_of(monkeypatch, evaluation.draw_words, embed, data)
+    swapped = {"blue": "red", "red": "blue", "green": "green"}
+    assert sorted(clouds) == sorted(swapped)
+    assert [swapped[caption] for _, caption in cells] == clouds
+
+
 def test_the_patches_of_each_true_class_are_bright(tmp_path, monkeypatch):
     make_voc_folder(tmp_path)
     data, _ = opened(tmp_path, classes=str(tmp_path / "classes.txt"), templates=["{}"])
