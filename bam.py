@@ -15,23 +15,23 @@ latent has E numbers.
     z = g(h)  projector, z               (k, n, E)     Sec. 3; latents; arrange makes |z| = 1
     Z_m       z_m                        (k, n, E)     App. C; latents of the teacher, or z
     (none)    c                          (m, E)        z_m of all m = W G n large views: S's columns
-    S, S hat  similarities               (k, n, m)     Eq. 3; for A of z and c, for B of z_m and c
+    S, S hat  similarities               (k, n, m)     Eq. 3; rows z for A, z_m for B; columns c
     A         attention                  (k, n, m)     Eq. 1; row a_i^j: view j of image i
     B         sinkhorn                   (G, n, m)     Eq. 4; the targets; App. C calls them T
     tau       tau                        scalar        Eq. 1; temperature of A
-    tau_B     tau_b                      scalar        Sec. 3.4; B's; Eq. 4: tau, App. F: lambda
+    tau_B     tau_b                      scalar        Sec. 3.4; temperature of B; tau in Eq. 4
     L_BAM     matching, bam_loss         (n,), scalar  Eq. 5; CE: cross-entropy
 
 The authors' code is https://github.com/DanielShalam/BAM at fd85871; (FILE:LINE) is a place in it.
 `python tests/parity.py bam PATH` trains both, without BatchNorm; losses differ by about 1e-15.
 Differs from the paper, as the authors' code does (search for "differs" for the rest):
   * Only large views are columns of S (bam_loss.py:141) and targets (bam_loss.py:106). Sec. 3.5
-    leaves out pairs of two small views alone.
+    leaves out only pairs of two small views.
   * S leaves out similarities of views of one image (bam_loss.py:63, 115). --mask zero is Eq. 3.
-  * Sinkhorn has three iterations (bam_loss.py:34) and normalises columns first (bam_loss.py:292).
+  * Sinkhorn normalises columns first (bam_loss.py:292), three times (bam_loss.py:34).
   * The loss is a mean over pairs of views and over images (bam_loss.py:128); Eq. 5 is a sum.
   * A run with a teacher is evaluated with the teacher (eval_linear.py:129, utils.py:106).
-Differs from the authors' code, too: BatchNorm in the projector has statistics of each view alone.
+Differs from the authors' code: BatchNorm in the projector has statistics of each view alone.
 Not here: see the comment at Settings.
 """
 
@@ -55,7 +55,7 @@ class Config:
     tau_b: float = 0.05   # temperature of the targets, > 0, below tau to sharpen them (3.4, F)
     sinkhorn_iters: int = 3  # Sinkhorn iterations for the targets, > 0 (authors' bam_loss.py:34)
     # what happens to similarities of views of one image. exclude: left out. zero: 0, as in Eq. 3.
-    # none: kept. self: kept, but 0 for a view with itself. Table 1 can mean self or none.
+    # none: kept. self: kept, but 0 for a view with itself. Table 1's run may be self or none.
     mask: Literal["exclude", "zero", "self", "none"] = "exclude"
     teacher: bool = True  # use a teacher, a moving average of the network, for targets (App. C)
     ema: float = 0.995    # first momentum of the teacher, <= 1, rises to 1 (main_pretrain.py:99)
@@ -82,7 +82,8 @@ def fp32(function):
 
 def all_ranks(x):
     """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
-    order of the ranks. Gradients flow back (Gather, below). Without a process group, it returns x.
+    order of the ranks. Its gradient is the sum over the ranks (Gather, below), so that the mean of
+    DDP is the gradient of one process. Without a process group, it returns x.
     On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its
     own rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients.
     To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x.
@@ -95,7 +96,7 @@ def all_ranks(x):
 #     arrange       z = g(h) / |g(h)|                           rows of length 1
 #     similarities  S hat = z z^T, without pairs of one image   (k n, k n)            Eq. 3
 #     attention     A = softmax(S hat / tau)                    rows sum to 1         Eq. 1
-#     sinkhorn      B = exp(S hat / tau_B), balanced            rows, columns too     Eq. 4
+#     sinkhorn      B = exp(S hat / tau_B), balanced            columns about 1, too  Eq. 4
 #     matching      L = mean over i and j != j' of CE(b_i^j, a_i^j')                  Eq. 5
 
 
@@ -112,10 +113,10 @@ def arrange(z, n_views, n_global, z_m, mask, gather):
 
 
 # S_jj'(i, i') = cos(z_i^j, z_i'^j')                                             (Sec. 3.1)
-# S hat(i, j)  = 0 if i = j (mod n), else S(i, j)                                    (Eq. 3)
+# S hat(i, j)  = 0 if i = j (mod n), else S(i, j);  here i is a row of S, j a column (Eq. 3)
 @fp32
 def similarities(z, c, is_same, mask="exclude"):
-    """Rows z (k, n, E), columns c (m, E), is_same (k, n, m): i = j (mod n) -> S hat (k, n, m)."""
+    """Rows z (k, n, E), columns c (m, E), is_same (k, n, m): one image -> S hat (k, n, m)."""
     S = z @ c.T                                                          # (k, n, m)
     # differs: exclude (header). -1e30 stands for -inf, because 0 * -inf in Eq. 5 would be NaN.
     value = {"exclude": -1e30, "zero": 0.0, "self": 0.0, "none": None}[mask]
@@ -131,7 +132,7 @@ def attention(S, tau, log=False):
 
 
 # B = argmin_B' <-S, B'> - tau_B entropy(B'),  B' doubly stochastic                  (Eq. 4)
-# Sinkhorn (Sec. 3.3): K = exp(S / tau_B), then repeat K = K / column sums, K = K / row sums.
+# Sinkhorn: K = exp(S / tau_B), then repeat K / column sums, K / row sums (Sec. 3.3: rows first).
 @fp32
 @torch.no_grad()
 def sinkhorn(S, tau, iters, *, gather=all_ranks):
@@ -161,10 +162,10 @@ def matching(B, log_A):
 
 def matching_loss(z, B, c, is_same, mask, tau):
     """z (k, n, E), targets B (G, n, m) -> L_BAM and the mean entropies of A's and of B's rows."""
-    def of_images(z, B, is_same):
-        S_hat = similarities(z, c, is_same, mask)                            # (k, n, m)
+    def of_images(z_part, B_part, same):
+        S_hat = similarities(z_part, c, same, mask)                          # (k, n, m)
         log_A = attention(S_hat, tau, log=True)                              # (k, n, m)
-        return matching(B, log_A), entropy(log_A.detach().exp()).mean(0)     # (n,), (n,)
+        return matching(B_part, log_A), entropy(log_A.detach().exp()).mean(0)     # (n,), (n,)
 
     # in_parts (below) is of_images(z, B, is_same) in less memory: for some images at a time
     losses, entropy_a = in_parts(of_images, z, B, is_same, size=len(z) * len(c))
@@ -175,10 +176,10 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
              mask="exclude", gather=all_ranks, entropies=False):
     """BAM's loss. z (n_views * n, E): latents of n images, view after view, large views first.
 
-    teacher: the teacher's latents, in the order of z. Targets and columns use them (App. C). None:
-    z. n_global: number of large views; None: all views are large. tau, tau_b, iters, mask: see
-    Config (iters is sinkhorn_iters there). gather: see all_ranks. All ranks have n images. A wrong
-    order of views or images, or a forgotten n_global, raises no error.
+    teacher: the teacher's latents, in the order of z. Targets and columns use them (App. C); z
+    serves if it is None. n_global: number of large views; None: all views are large. tau, tau_b,
+    iters, mask: see Config (iters is sinkhorn_iters there). gather: see all_ranks. All ranks have n
+    images. A wrong order of views or images, or a forgotten n_global, raises no error.
     Returns the loss, a scalar; with entropies=True also the mean entropies of A's and B's rows.
     """
     G = n_views if n_global is None else n_global
@@ -238,7 +239,7 @@ class Model(nn.Module):
     def student(self):
         return nn.ModuleList([self.image_encoder, self.projector])
 
-    def readout(self, tokens):  # (images, tokens of an image, d) -> h (images, d)
+    def readout(self, tokens):  # (images, N, d), N tokens of an image -> h (images, d)
         return tokens[:, 0] if self.config.readout == "cls" else tokens.mean(1)
 
     def latents(self, network, views, gather):
@@ -277,7 +278,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def after_update(self, step, steps):
-        """teacher = momentum * teacher + (1 - momentum) * student (App. C)."""
+        """teacher = momentum * teacher + (1 - momentum) * student (Sec. 3.5)."""
         check_step(step, steps)
         if self.teacher:
             # The momentum rises to 1 (main_pretrain.py:261). step + 1: the authors update at the

@@ -6,7 +6,7 @@ single words (L_f). A word gives each patch of the image a weight that grows wit
 patches below a threshold get 0. The weighted mean of the patches must resemble this word more than
 the other words of the caption. We know of no code by the authors; their App. C has a listing.
 
-There are B pairs on each rank, P patches in an image (the paper's P and R), L tokens in the longest
+There are B pairs on each rank, P patches in an image, L tokens in the longest
 caption. Encoders have the width d, embeddings the width E, which is the paper's d. Indices: i is a
 pair, l a token; p, k and r are patches in Eq. 2-5; j and k are words of one caption in Eq. 6.
 
@@ -83,7 +83,8 @@ def fp32(function):
 
 def all_ranks(x):
     """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
-    order of the ranks. Gradients flow back (Gather, below). Without a process group, it returns x.
+    order of the ranks. Its gradient is the sum over the ranks (Gather, below), so that the mean of
+    DDP is the gradient of one process. Without a process group, it returns x.
     On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its
     own rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients.
     To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x.
@@ -113,7 +114,7 @@ def global_loss(v, t, scale, *, gather=all_ranks):
 # shat_lp = (s_lp - min_k s_lk) / (max_k s_lk - min_k s_lk)                      (Eq. 2)
 # stil_lp = shat_lp if shat_lp >= sigma else 0                                   (Eq. 3)
 # a_lp = stil_lp / sum_{r=1..P} stil_lr                                          (Eq. 4)
-# The paper has jk for lp in Eq. 3 and 4, and phi for cos.
+# The paper has jk for lp in Eq. 3 and 4, and phi for cos. Its R is P without weights of 0.
 @fp32
 def alignment_weights(tokens, patches, threshold=None):
     """The weight that each token gives each patch; the weights of a token sum to 1.
@@ -161,7 +162,7 @@ def mean_of_words(losses, words, token_mean="caption", gather=all_ranks):
     count = words.sum(1)                     # (B,), L_i
     if token_mean != "caption":
         return mean_of_batch(losses, count, token_mean, gather)
-    return (losses / count.clamp(min=1)).mean()
+    return (losses / count.clamp(min=1)).mean()  # 1/B sum_i loss_i / L_i
 
 
 @fp32
@@ -247,7 +248,7 @@ class Model(nn.Module):
         return alignment_weights(tokens, patches, sigma)
 
     def after_update(self, step, steps):
-        """Keep 1 / tau within [1, 100], as OpenCLIP does."""
+        """Call after each update: keeps 1 / tau within [1, 100], as OpenCLIP does."""
         self.log_scale.data.clamp_(0, math.log(100))
 
     def encode_image(self, images):

@@ -30,8 +30,8 @@ Differs from the paper (search for "differs" for the rest):
   * Captions are WordPiece tokens and end at [SEP]. The paper's tokens are CLIP's, which
     --vocab bpe_simple_vocab_16e6.txt.gz selects.
   * Embeddings, positions, queries and FDT's codes do not decay; the authors' do (main.py:310).
-  * Random crops vary for every photo. The authors use torchvision's, which crop a photo of 3:2
-    or 16:9 always alike (transform.py:105; see common.random_crop).
+  * Random crops vary for every photo. The authors' crop a photo of 3:2 or 16:9 always alike
+    (transform.py:105; common.random_crop has the reason).
   * The image encoder is initialised as CLIP's text encoder is (transformer.py:703). The authors'
     image encoder has torch's initial weights; its [CLS] and positions have a deviation of width^-.5
     (transformer.py:503, 430).
@@ -80,7 +80,8 @@ def fp32(function):
 
 def all_ranks(x):
     """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
-    order of the ranks. Gradients flow back (Gather, below). Without a process group, it returns x.
+    order of the ranks. Its gradient is the sum over the ranks (Gather, below), so that the mean of
+    DDP is the gradient of one process. Without a process group, it returns x.
     On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its
     own rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients.
     To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x.
@@ -104,9 +105,8 @@ class Sparo(nn.Module):
         super().__init__()
         check_groups(L, grp_size)
         self.D, self.grp_size, self.nkeys = D, grp_size, L // grp_size
-        # five dimensions, so Module.to(memory_format=torch.channels_last) fails
-        self.q = nn.Parameter(torch.randn(1, self.nkeys, grp_size, 1, D))
-        self.KVproj = Keys(d, self.nkeys * D)  # an nn.Linear; forward reads its weight (below)
+        self.q = nn.Parameter(torch.randn(1, self.nkeys, grp_size, 1, D))  # q_l; shape of App. A
+        self.KVproj = Keys(d, self.nkeys * D)  # an nn.Linear that keys() reads (Keys: below)
         self.Wproj = nn.Linear(D, V)
         nn.init.xavier_uniform_(self.KVproj.weight)
         nn.init.zeros_(self.KVproj.bias)
@@ -131,7 +131,7 @@ class Sparo(nn.Module):
         # differs: the bias b_l. The mean passes it unchanged, because a_l sums to 1. The scores
         # need no b_l: q_l . b_l is one number for all positions of a slot, and softmax ignores it.
         values = torch.einsum("bld,lDd->blD", p, K) + b            # (B, L, D), K_l p_l + b_l
-        y = self.Wproj(values)                                     # (B, L, V)
+        y = self.Wproj(values)  # (B, L, V)  differs: plus W's bias
         return (y, attn) if return_attn else y
 
     def keys(self):
@@ -199,7 +199,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def after_update(self, step, steps):
-        """Keep the scale within [1, 100], as OpenCLIP does."""
+        """Call after each update: keeps the scale within [1, 100], as OpenCLIP does."""
         self.log_scale.clamp_(0, math.log(100))
 
     def encode_image(self, images):

@@ -22,8 +22,8 @@ WordPiece) of width D.
     T           1 / scale            scalar           Eq. 3; temperature, learned (ours)
 
 Differs from the paper (search for "differs" for the rest):
-  * By default a word of the caption gets a gradient at weight 0, too, if a larger weight lowers
-    the loss (revive_until; the preset b16: never). The paper's ReLU gives it none.
+  * By default a word of the caption gets a gradient at weight 0 in both encodings, too, if a larger
+    weight lowers the loss (revive_until; the preset b16: never). The paper's ReLU gives it none.
   * The loss divides an encoding by max(0.5, its length). This bounds the gradient.
 Where the paper is silent, these choices are ours (see also PRESETS and LAMB):
   * The loss is the mean of Eq. 3 and its mirror, from text to image.
@@ -71,7 +71,8 @@ def fp32(function):
 
 def all_ranks(x):
     """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
-    order of the ranks. Gradients flow back (Gather, below). Without a process group, it returns x.
+    order of the ranks. Its gradient is the sum over the ranks (Gather, below), so that the mean of
+    DDP is the gradient of one process. Without a process group, it returns x.
     On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its
     own rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients.
     To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x.
@@ -82,7 +83,7 @@ def all_ranks(x):
 
 # M(x, y) = cos(enc(x), enc(y))                                                      (Eq. 2)
 # L_con = -1/B sum_i log( exp(M(x_i, y_i) / T) / sum_j exp(M(x_i, y_j) / T) )        (Eq. 3)
-# i: a pair of this rank; B, their number, is the paper's |D|. j: a pair of any rank, its D_i.
+# i: a pair of this rank, B in all, where the paper sums over |D|. j: a pair of any rank, its D_i.
 # cross_entropy(logits, own) is -1/B sum_i log softmax(row i) at the row's own column.
 @fp32
 def contrastive_loss(v, t, scale, *, gather=all_ranks):
@@ -111,11 +112,11 @@ def flops_loss(enc, *, gather=all_ranks):
     return gather(mean).mean(0).square().sum()
 
 
-# p(h_j) = e . transform(h_j) + b,  transform: see the head below                    (Eq. 4)
+# p(h_j) = e . transform(h_j) + b,  transform(h) = LayerNorm(GELU(FC(h)))            (Eq. 4)
 # enc = log(1 + relu(max_j p(h_j)))                                                  (Eq. 5)
 def encode(transform_h, e, b, mask=None):
     """transform_h: transform(h) (B, n, D), e (|V|, D), b (|V|,) -> enc (B, |V|). mask (B, n) is
-    False at padding. The log dampens large weights."""
+    False at padding. The head calls `streamed` (below), which is this function in less memory."""
     p = transform_h @ e.T + b                                            # (B, n, |V|)
     if mask is not None:
         p = p.masked_fill(~mask[:, :, None], -math.inf)
@@ -136,7 +137,6 @@ class TokenProjectionHead(nn.Module):
         vocab, D = embedding.weight.shape                                # |V|, D
         check_special(special, vocab)
         self.embedding = embedding
-        # transform(h) = LayerNorm(GELU(FC(h))) of Eq. 4
         self.transform = nn.Sequential(nn.Linear(d, D), nn.GELU(), nn.LayerNorm(D))
         self.bias = nn.Parameter(torch.zeros(vocab))
         self.register_buffer("valid", torch.ones(vocab, dtype=torch.bool))
@@ -155,7 +155,7 @@ class TokenProjectionHead(nn.Module):
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)  # special tokens are never active
         transform_h = self.transform(h)                                  # (B, n, D)
-        # differs: revived. Without it this is encode(transform_h, e, b, mask) in less memory.
+        # encode(transform_h, e, b, mask) in less memory; differs: revived changes the gradient
         return streamed(transform_h, e, b, mask, revived, self.training)
 
 
@@ -195,8 +195,8 @@ class Model(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
         self.register_buffer("image_embedding", embedding.weight.detach().clone())  # see image_e
         self.register_buffer("strength", torch.tensor(0.0))  # factor of both lambdas, 0 to 1
-        # The stage, twice. Checkpoints and averages of the model copy the buffer, which decides the
-        # encodings. The int decides what learns, because a read of the buffer waits for the GPU.
+        # The stage, twice: a buffer, because checkpoints and averages of the model copy it, and an
+        # int, because an `if` on a buffer would wait for the GPU.
         self.register_buffer("stage", torch.tensor(1))
         self.number = 1
         self.register_load_state_dict_post_hook(continue_stage)  # below
@@ -204,7 +204,8 @@ class Model(nn.Module):
     def forward(self, batch, gather=all_ranks):
         """batch: images (B, 3, H, W), tokens (B, n), mask (B, n), True at tokens, False at padding.
         Returns {"loss": scalar, and scalars to log}."""
-        cfg, scale = self.config, self.log_scale.exp()
+        cfg = self.config
+        scale = self.log_scale.exp()                              # 1 / T
         tokens, mask = batch["tokens"], batch["mask"]
         revived = None
         if self.number <= cfg.revive_until:                       # differs (header)
@@ -233,7 +234,7 @@ class Model(nn.Module):
         return torch.where(self.stage == 1, enc * self.caption_words(tokens, mask), enc)
 
     def caption_words(self, tokens, mask):
-        """tokens, mask (B, n) -> mask(y) (B, |V|), 0 or 1. differs: without the special tokens."""
+        """tokens, mask (B, n) -> mask(y) (B, |V|), 0 or 1; 0 at special tokens, as their enc."""
         return caption_mask(tokens, mask, len(self.text_head.valid)) * self.text_head.valid
 
     def image_e(self):
