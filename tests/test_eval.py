@@ -698,6 +698,8 @@ def test_negatives_are_measured_on_sugarcrepes_files(tmp_path):
     result = evaluation.evaluate(embedder(), data, options)
     expected = {"negatives/swap_att": 1, "negatives/add_obj": 0, "negatives": 0.5}  # ties are wrong
     assert result == expected | {f"{metric}/chance": 0.5 for metric in expected}
+    write_files(tmp_path / "coco", {"a.json": '{"annotations": [{"caption": "a dog"}]}'})
+    assert not evaluation.sugarcrepe_files(tmp_path / "coco")
 
 
 def test_active_words_of_images_and_captions_are_counted(tmp_path):
@@ -891,6 +893,7 @@ def test_slots_are_selected_and_masks_are_trained_on_files(tmp_path, monkeypatch
     found = evaluation.slots(embed, *opened(test, select=val, **flags))
     assert found["slots/accuracy_best"] == 1 and ranked[0][[0, 2]].tolist() == [1, 1]
     assert found["slots/best_half/zeroshot"][0].all() and "slots/best_half/i2t/R@1" not in found
+    assert {"slots/all/zeroshot", "slots/best_quarter/zeroshot"} <= found.keys()
     on_crepe = evaluation.slots(embed, *opened(crepe, select=val, image_root=test, **flags))
     assert on_crepe["slots/best_half/negatives"] == (1, 1 / 2)
     found = evaluation.masks(embed, *opened(test, select=crepe, **flags))
@@ -1030,6 +1033,25 @@ def test_the_patches_of_each_true_class_are_bright(tmp_path, monkeypatch):
         ["image", "red", "blue"], ["image", "green"]]
     image, bright, *_ = [picture for picture, _ in rows[1][1]]
     assert ImageChops.difference(image, bright).getbbox() is None
+
+
+def test_slots_are_shown_that_agree_in_four_images_and_repeat_no_words(monkeypatch):
+    """Slot 0 agrees in one image more than slot 3. Slot 1 has its words, slot 2 too few images."""
+    tokens = torch.tensor([[2, 4, 5, 3], [2, 5, 6, 3], [2, 6, 4, 3], [2, 4, 4, 3], [2, 5, 4, 3]])
+    word, sharpness = torch.tensor([[1, 1, 2, 2]] * 5), torch.tensor([[0.6, 0.5, 0.9, 0.7]] * 5)
+    word[4, 0] = 2
+    agree = torch.ones(5, 4, dtype=torch.bool)
+    agree[3:, 2] = agree[2, 3] = False
+    found = tokens, torch.rand(5, 4, 4), word, sharpness, agree
+    monkeypatch.setattr(evaluation, "take", lambda *given: (torch.zeros(5, 3, 8, 8), None))
+    monkeypatch.setattr(evaluation, "attention_of_slots", lambda *given: found)
+    rows = rows_of(monkeypatch, evaluation.draw_slots, embedder(), None)
+    assert [(heading, " ".join(name for _, name in cells)) for heading, cells in rows] == [
+        ("Slot 0", "red green blue red red"), ("Slot 3", "green blue red red")]
+    agree[:, [0, 3]] = False
+    assert len(rows_of(monkeypatch, evaluation.draw_slots, embedder(), None)) == 1
+    agree.fill_(False)
+    assert evaluation.draw_slots(embedder(), None) is None
 
 
 def test_a_slot_that_agrees_gives_its_word_and_its_brightest_patch(monkeypatch):

@@ -363,12 +363,16 @@ def test_images_in_files_are_searched(run_of, tmp_path, monkeypatch, capsys):
     shard = write_tar(tmp_path / "0.tar", {f"{i}.jpg": jpeg for i in range(8)})
     monkeypatch.setattr(evaluation, "answers", lambda *arguments: held.append(
         tracemalloc.get_traced_memory()[0]) or answers(*arguments))
+    drawn, sheet = [], evaluation.sheet
+    monkeypatch.setattr(evaluation, "sheet", lambda title, note, rows, **more: drawn.extend(
+        rows) or sheet(title, note, rows, **more))
     capsys.readouterr()
     tracemalloc.start()
     evaluation.main([str(run), "--data", shard, "--query", "red", "--batch", "2"])
     tracemalloc.stop()
     assert held[0] < 4_000_000
     found = re.search(r"red \(text encoder\): (.*)", capsys.readouterr().out)[1].split(", ")
+    assert len(drawn[0][1]) == len(found)  # each image that was found is in the picture
     assert 1 <= len(found) <= 8 and all(re.match(r".*\.tar:\w+ \(", name) for name in found)
 
 
