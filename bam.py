@@ -17,7 +17,7 @@ latent has E numbers.
     (none)    c                          (m, E)        z_m of all m = W G n large views: S's columns
     S, S hat  similarities               (k, n, m)     Eq. 3; rows z for A, z_m for B; columns c
     A         attention                  (k, n, m)     Eq. 1; row a_i^j: view j of image i
-    B         sinkhorn                   (G, n, m)     Eq. 4; the targets; App. C calls them T
+    B         sinkhorn, then B[:G]       (G, n, m)     Eq. 4; the targets; App. C calls them T
     tau       tau                        scalar        Eq. 1; temperature of A
     tau_B     tau_b                      scalar        Sec. 3.4; temperature of B; tau in Eq. 4
     L_BAM     matching, bam_loss         (n,), scalar  Eq. 5; CE: cross-entropy
@@ -94,7 +94,7 @@ def all_ranks(x):
 
 # bam_loss on one rank, without a teacher, if all views are large. Each line is a function below.
 #     arrange       z = g(h) / |g(h)|                           rows of length 1
-#     similarities  S hat = z z^T, without pairs of one image   (k n, k n)            Eq. 3
+#     similarities  S hat = z z^T, pairs of one image left out  (Eq. 3: set to 0)     Eq. 3
 #     attention     A = softmax(S hat / tau)                    rows sum to 1         Eq. 1
 #     sinkhorn      B = exp(S hat / tau_B), balanced            columns about 1, too  Eq. 4
 #     matching      L = mean over i and j != j' of CE(b_i^j, a_i^j')                  Eq. 5
@@ -113,7 +113,7 @@ def arrange(z, n_views, n_global, z_m, mask, gather):
 
 
 # S_jj'(i, i') = cos(z_i^j, z_i'^j')                                             (Sec. 3.1)
-# S hat(i, j)  = 0 if i = j (mod n), else S(i, j);  here i is a row of S, j a column (Eq. 3)
+# S hat(i, j)  = 0 if row i and column j show one image: i = j (mod n), else S(i, j) (Eq. 3)
 @fp32
 def similarities(z, c, is_same, mask="exclude"):
     """Rows z (k, n, E), columns c (m, E), is_same (k, n, m): one image -> S hat (k, n, m)."""
@@ -149,7 +149,7 @@ def sinkhorn(S, tau, iters, *, gather=all_ranks):
 
 # L_SA-matching = sum_{j != j'} sum_i CE(a_i^j, a_i^j')                              (Eq. 2)
 # L_BAM         = sum_{j != j'} sum_i CE(b_i^j, a_i^j'),  CE(b, a) = -<b, log a>     (Eq. 5)
-# Eq. 2 is matching(A, log A): ablated_loss (below) with target="softmax".
+# Eq. 2 is matching(A, log A): ablated_loss (below) with target="softmax" and tau_b = tau.
 def matching(B, log_A):
     """Targets B (G, n, m), log A (k, n, m) -> the loss of each image (n,)."""
     G, k, loss = len(B), len(log_A), 0

@@ -8,7 +8,8 @@ the other words of the caption. We know of no code by the authors; their App. C 
 
 There are B pairs on each rank, P patches in an image, L tokens in the longest
 caption. Encoders have the width d, embeddings the width E, which is the paper's d. Indices: i is a
-pair, l a token; p, k and r are patches in Eq. 2-5; j and k are words of one caption in Eq. 6.
+pair of this rank, j in Eq. 1 a pair of any rank; l is a token; p, k and r are patches in Eq. 2-5; j
+and k are words of one caption in Eq. 6.
 
     symbol      name here               shape       where
     f_v         Model.patch_outputs     (B, P, d)   Sec. 2; all patches, without [CLS]
@@ -114,7 +115,7 @@ def global_loss(v, t, scale, *, gather=all_ranks):
 # shat_lp = (s_lp - min_k s_lk) / (max_k s_lk - min_k s_lk)                      (Eq. 2)
 # stil_lp = shat_lp if shat_lp >= sigma else 0                                   (Eq. 3)
 # a_lp = stil_lp / sum_{r=1..P} stil_lr                                          (Eq. 4)
-# The paper has jk for lp in Eq. 3 and 4, and phi for cos. Its R is P without weights of 0.
+# The paper has jk for lp in Eq. 3 and 4, and phi for cos. Its R leaves out patches of weight 0.
 @fp32
 def alignment_weights(tokens, patches, threshold=None):
     """The weight that each token gives each patch; the weights of a token sum to 1.
@@ -134,7 +135,7 @@ def alignment_weights(tokens, patches, threshold=None):
 # c_l = sum_{r=1..P} a_lr v_r                                                    (Eq. 5)
 def caption_losses(tokens, patches, words, scale, align):
     """t (B, L, E), v (B, P, E), words (B, L) -> loss_i (B,) of each caption i."""
-    c = align(tokens, patches) @ patches     # (B, L, E)  Eq. 5
+    c = align(tokens, patches) @ patches     # (B, L, E)  Eq. 5; align: Eq. 2-4
     return sequence_losses(c, tokens, words, scale)
 
 

@@ -122,14 +122,14 @@ class Sparo(nn.Module):
             H = H.masked_fill(padding[..., None], 0.0)             # attention 0 * NaN would be NaN
         q = self.q.view(-1, self.D)                                # (L, D)
         K, b = self.keys()                                         # (L, D, d), (L, D)
-        u = torch.einsum("lD,lDd->ld", q, K) * self.D**-0.5        # (L, d)
+        u = torch.einsum("lD,lDd->ld", q, K) * self.D**-0.5        # (L, d), rows u_l
         scores = (H @ u.T).transpose(1, 2)                         # (B, L, n), rows H u_l
         if eos_idx is not None:
             scores = scores.masked_fill(padding[:, None], -torch.inf)
         attn = scores.softmax(-1)                                  # (B, L, n)
         p = attn @ H                                               # (B, L, d), rows p_l
-        # differs: the bias b_l. The mean passes it unchanged, because a_l sums to 1. The scores
-        # need no b_l: q_l . b_l is one number for all positions of a slot, and softmax ignores it.
+        # differs: the bias b_l. sum_i a_li (K_l h_i + b_l) = K_l p_l + b_l, because a_l sums to 1.
+        # In the scores q_l . b_l is one number for all positions of a slot: softmax ignores it.
         values = torch.einsum("bld,lDd->blD", p, K) + b            # (B, L, D), K_l p_l + b_l
         y = self.Wproj(values)  # (B, L, V)  differs: plus W's bias
         return (y, attn) if return_attn else y

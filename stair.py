@@ -83,7 +83,7 @@ def all_ranks(x):
 
 # M(x, y) = cos(enc(x), enc(y))                                                      (Eq. 2)
 # L_con = -1/B sum_i log( exp(M(x_i, y_i) / T) / sum_j exp(M(x_i, y_j) / T) )        (Eq. 3)
-# i: a pair of this rank, B in all, where the paper sums over |D|. j: a pair of any rank, its D_i.
+# i: a pair of this rank; 1/B sum_i stands for the paper's 1/|D| sum_i. j: a pair of any rank, D_i.
 # cross_entropy(logits, own) is -1/B sum_i log softmax(row i) at the row's own column.
 @fp32
 def contrastive_loss(v, t, scale, *, gather=all_ranks):
@@ -155,7 +155,7 @@ class TokenProjectionHead(nn.Module):
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)  # special tokens are never active
         transform_h = self.transform(h)                                  # (B, n, D)
-        # encode(transform_h, e, b, mask) in less memory; differs: revived changes the gradient
+        # Eq. 4 and 5, as encode(transform_h, e, b, mask). differs: revived changes the gradient
         return streamed(transform_h, e, b, mask, revived, self.training)
 
 
@@ -241,10 +241,10 @@ class Model(nn.Module):
         """The image head's e: in stage 2 the copy from the end of stage 1, else the shared e."""
         e = self.text_encoder.embedding.weight
         if self.number == 2:
-            e = e.detach()  # stage 2 uses the copy, so e needs no gradient here
+            e = e.detach()  # stage 2 takes the copy, so e gets no gradient from images
         return torch.where(self.stage == 2, self.image_embedding, e)
 
-    def encode_image(self, images):  # -> (B, |V|), of length 1
+    def encode_image(self, images):  # -> (B, |V|), of length 1, or 0 if no word is active
         return F.normalize(self.image_encoding(images), dim=-1)
 
     def encode_text(self, tokens, mask):  # (B, n), (B, n) -> (B, |V|), of length 1
