@@ -2386,14 +2386,19 @@ def match_names(names, known):
     """The place in `known` of each of the names, or None if the two lists do not hold the same
     names. All joins of class names go through here.
 
-    Equal lists match place by place. Otherwise names match by their plain_name, and two names of a
-    list must differ by it.
+    Equal lists match place by place. Otherwise a name that both lists hold matches itself, and the
+    other names match by their plain_name. Names that two places share match in equal lists alone.
     """
     if list(names) == list(known):
         return list(range(len(known)))
-    places = {plain_name(name): i for i, name in enumerate(known)}
-    found = [places.get(plain_name(name), -1) for name in names]
-    return found if sorted(found) == list(range(len(known))) else None
+    both = set(names) & set(known)
+    # a tuple, so that a plain name never equals a name that both lists hold
+    keys, known_keys = ([name if name in both else (plain_name(name),) for name in part]
+                        for part in (names, known))
+    places = {key: i for i, key in enumerate(known_keys)}
+    if Counter(keys) != Counter(known_keys) or len(places) < len(known):
+        return None
+    return [places[key] for key in keys]
 
 
 def plain_name(name):

@@ -245,7 +245,8 @@ def test_classes_of_imagenet_are_known_by_their_numbers(tmp_path):
 
 @pytest.mark.parametrize("names, known, places", [
     (["crane", "crane", "dog"], ["crane", "crane", "dog"], [0, 1, 2]),  # equal lists
-    (["A", "a"], ["a", "A"], None),
+    (["A", "a", "B", "b"], ["A", "B", "a", "b"], [0, 2, 1, 3]),         # exact matches come first
+    (["A", "a", "Old Dog"], ["a", "old_dog", "A"], [2, 0, 1]),
     (["Dining Table", "cat"], ["cat", "dining_table"], [1, 0]),
     (["cafe\u0301", "bar"], ["bar", "caf\u00e9"], [1, 0]),               # two ways to write é
     (["red sky", "blue sea"], ["red", "blue"], None),
