@@ -34,8 +34,8 @@ import dataclasses
 import datetime
 import errno
 import fcntl
+import fnmatch
 import functools
-import glob
 import gzip
 import hashlib
 import heapq
@@ -1633,7 +1633,9 @@ class CaptionTable:
             splits.add(row.split)
             if row.split not in kept:
                 continue
-            path = os.path.normpath(os.path.join(root, row.file))
+            path = os.path.join(root, row.file)
+            if "//" in path or "/./" in path or path.startswith("./"):  # Path costs time
+                path = str(Path(path))
             if row.number is not None and path not in captions:
                 labels.append(row.number)
             below = path.removeprefix(directory).lstrip("/")
@@ -1870,14 +1872,18 @@ def expand_braces(pattern):
 
 
 def matching(pattern):
-    """The paths that a pattern with *, ? or [ ] names, in natural order; [] if nothing fits. What
-    exists is taken as it is, so that brackets in a name are no pattern."""
-    if look_at(pattern):
+    """The paths that a pattern with *, ? or [ ] names, in natural order; [] if nothing fits. A name
+    without these is returned as it is. What exists is taken as it is, directories as well, so that
+    brackets in a name are no pattern."""
+    if not re.search(r"[*?[]", pattern) or look_at(pattern):
         return [pattern]
     directory, name = os.path.split(pattern)
-    if look_at(directory):
-        directory = glob.escape(directory)
-    return sorted(glob.glob(os.path.join(directory, name)), key=natural)
+    places = [place for place in matching(directory) if look_at(place or ".") == "directory"]
+    paths = []
+    for place in places:
+        names = fnmatch.filter([entry.name for entry in list_directory(place or ".")], name)
+        paths += [os.path.join(place, found) for found in sorted(names, key=natural)]
+    return paths
 
 
 def look_at_shards(paths, on_ranks):
@@ -1885,8 +1891,9 @@ def look_at_shards(paths, on_ranks):
     cannot be read. Shards of equal names and sizes are often others: sizes are rounded to 10,240
     bytes. The first header has the name, the size and the time of the first file.
 
-    on_ranks: whether all ranks call this function. Then the first rank of each machine looks for
-    all of them. A look at a network's disk takes milliseconds, and large data have 40,000 shards.
+    on_ranks: whether all ranks call this function. If their paths are equal, each rank looks at its
+    share of the shards, and learns the rest from the other ranks of its machine. A look at a
+    network's disk takes milliseconds, and large data have 40,000 shards.
     """
     def look(path):
         try:
@@ -1895,11 +1902,15 @@ def look_at_shards(paths, on_ranks):
         except OSError as error:
             return error.strerror
 
-    rank, looks = local_rank()[0] if on_ranks else 0, None
-    if rank == 0:
-        with ThreadPool(16) as pool:
-            looks = pool.map(look, paths)
-    return gather_objects(looks)[this_rank()[0] - rank] if on_ranks else looks
+    shared = on_ranks and len({*gather_objects(zlib.crc32(repr(paths).encode()))}) == 1
+    rank, ranks = local_rank() if shared else (0, 1)
+    with ThreadPool(16) as pool:
+        looks = pool.map(look, paths[rank::ranks])
+    if shared:
+        first = this_rank()[0] - rank  # the first rank of this machine
+        rows = itertools.zip_longest(*gather_objects(looks)[first : first + ranks])
+        looks = [look for row in rows for look in row][: len(paths)]
+    return looks
 
 
 KEY = re.compile(r"(.*/)?[^/.]*")  # a file's name up to the first dot behind the directory
@@ -1935,24 +1946,30 @@ def read_files(file, start):
 
     Raises an error of any type where the tar is damaged or cut off.
     """
+    ends = False
     file.seek(start)
-    # ignore_zeros: the zeros that end a tar may stand before another tar
-    tar, member = tarfile.open(fileobj=file, mode="r:", ignore_zeros=True), True
-    while member:
-        member = tar.next()
-        if not member or member.offset > start:
-            file.seek(start)
-            between = file.read(member.offset - start if member else -1)
-            # A file without blocks of zeros was cut off. tarfile accepts it, and damaged headers.
-            if not between or between.strip(b"\0"):
-                raise tarfile.ReadError("a header is damaged, or the end is missing")
-        start, tar.members = tar.offset, []  # else tarfile keeps all headers
-        if member and member.isfile():
-            file.seek(member.offset_data)
-            content = file.read(member.size)
-            if len(content) < member.size:
-                raise EOFError("it is cut off")
-            yield member, content
+    while block := file.read(tarfile.BLOCKSIZE):
+        # blocks of zeros end a tar, and fill the space before another tar
+        ends = not block.strip(b"\0")
+        if ends:
+            start += len(block)
+            continue
+        file.seek(start)
+        tar = tarfile.open(fileobj=file, mode="r:")
+        while member := tar.next():
+            tar.members = []  # else tarfile keeps all headers
+            if member.isfile():
+                file.seek(member.offset_data)
+                content = file.read(member.size)
+                if len(content) < member.size:
+                    raise EOFError("it is cut off")
+                yield member, content
+        if tar.offset == start:
+            raise tarfile.ReadError("a header is damaged")
+        start = file.seek(tar.offset)
+    # A file without blocks of zeros was cut off, but tarfile accepts such a file.
+    if not ends:
+        raise tarfile.ReadError("its end is missing")
 
 
 def read_keys(path, start=0, buffering=READ):
@@ -2042,6 +2059,8 @@ def find_captions(text):
         lines = text.decode("utf-8-sig").split("\n")
     except UnicodeError:
         return [], "caption that is not UTF-8"
+    if b"\0" in text:  # which UTF-16 has in each letter
+        return [], "caption that is not UTF-8"
     captions = [caption for caption in clean_captions(lines) if caption]
     return captions, "" if captions else "empty caption"
 
@@ -2075,9 +2094,14 @@ def read_table(path, image="", caption=""):
         with explained(ValueError, f"{path} has the columns {columns}", remedy):
             i, j = columns.index(image), columns.index(caption)
         k = columns.index("split") if "split" in columns else None
+        seen = []  # the lines of a row
+        rows = csv.reader((seen.append(line) or line for line in file), rows.dialect)
         try:
             for cells in rows:
-                lines = [line for cell in cells for line in cell.splitlines()[1:]]
+                lines = [line for cell in cells if "\n" in cell for line in cell.split("\n")]
+                if len(seen) > 1:  # a quote that joins lines must be complete
+                    next(csv.reader(seen, rows.dialect, strict=True))
+                seen.clear()
                 for parts in csv.reader(lines, rows.dialect):
                     if len(parts) == len(columns) and any(map(is_image, parts)):
                         raise csv.Error("it joins rows")
@@ -2170,7 +2194,7 @@ def has_splits(spec):
     """Whether the rows of a SPEC are of several splits: those of a table, or of Karpathy's JSON."""
     name = parse_spec(spec)[0]
     if not name.lower().endswith(TABLES) or look_at(name) != "file":
-        return file_holds(name, "split")
+        return file_holds(name, "split") and not file_holds(name, "annotations")
     reading = explained((OSError, UnicodeError), f"Cannot read {name}")
     with reading, open(name, newline="", encoding="utf-8-sig") as file:
         return "split" in open_rows(file)[0]

@@ -1003,6 +1003,8 @@ def open_benchmark(options, *_):
         raise UserError(f"{split}/nshards.txt holds {n}, but {found} tars are there: write "
                         f"{found}, or remove the tars that do not belong to the set.")
     shards = common.TarShards(f"{split}/{{0..{n - 1}}}.tar")
+    if options.query:  # a search needs images alone, by their keys
+        return EvalSet(labelled=lambda purpose: shards.each(None, limit))
     kind = Path(directory, "dataset_type.txt")
     kind = common.read_text(kind, "--data").strip().lower() if common.look_at(kind) else ""
     if kind == "retrieval":
@@ -1709,17 +1711,18 @@ def segmentation(embedder, data, options):
     D.7 names no prompts; we average several for each class.
     """
     embeddings = patch_classes(embedder, data)
-    scores = collections.defaultdict(list)
-    pairs = data.maps("segmentation")
-    patches, maps = embedder.encode_pairs(pairs, embedder.model.encode_patches)     # (n, P, E)
-    for x, truths in zip(patches, maps):
-        for grouping, truth in truths.items():
-            predicted = sparc.segment(x, embeddings[grouping], truth.shape)
-            foreground = sparc.image_iou(predicted, truth, foreground_only=True)
-            scores[f"miou{grouping}"].append(sparc.image_iou(predicted, truth))
-            scores[f"miou_fg{grouping}"].append(foreground)
+    scores, images = collections.defaultdict(list), 0
+    for part in chunks(data.maps("segmentation"), embedder.chunk * common.this_rank()[1]):
+        patches, maps = embedder.encode_pairs(part, embedder.model.encode_patches)  # (n, P, E)
+        images += len(maps)
+        for x, truths in zip(patches, maps):
+            for grouping, truth in truths.items():
+                predicted = sparc.segment(x, embeddings[grouping], truth.shape)
+                foreground = sparc.image_iou(predicted, truth, foreground_only=True)
+                scores[f"miou{grouping}"].append(sparc.image_iou(predicted, truth))
+                scores[f"miou_fg{grouping}"].append(foreground)
     result = {name: mean(values) for name, values in scores.items()}
-    return result | {"segmentation/images": len(maps)}
+    return result | {"segmentation/images": images}
 
 
 def weights_on_objects(task, embedder, data, words_of):
@@ -1964,7 +1967,9 @@ def learned_classes(options, data, model):
     if data.is_world:
         names = data.groups["/shape"][1]
     elif data.groups:
-        names = data.classes.names if options.classes else data.groups[""][1]
+        names = data.groups[""][1]
+        if options.classes and common.match_names(names, known) is None:
+            names = data.classes.names
     elif options.classes:
         names = common.read_lines(options.classes, "--classes")
     elif ".tar" in model.config.data or known == [str(i) for i in range(len(known))]:

@@ -829,6 +829,9 @@ def initial_encoders(args, method, tokenizer):
 
 def save_memory(args, model):
     """Apply --grad-checkpoint and --accum-freq to all encoders, a teacher's included."""
+    if args.grad_checkpoint and isinstance(model.image_encoder, common.ResNet):
+        raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT; {args.image_encoder} "
+                        f"has none: leave the flag out, or lower --batch.")
     for module in model.modules():
         if isinstance(module, common.Blocks):
             module.grad_checkpoint = args.grad_checkpoint
@@ -1355,8 +1358,9 @@ def warning(args, data, model, scaler, record):
     lost, used = sum(skipped.values()), record["step"] * args.batch
     if isinstance(data, common.CaptionTable):  # whose broken rows are counted at the start
         used = max(used, len(data))
-    if lost <= 0.1 * (lost + used):
-        return model.warn(record)
+    of_method = model.warn(record)
+    if of_method or lost <= 0.1 * (lost + used):
+        return of_method
     return (f"more than a tenth of the samples are skipped, most of them for this reason: "
             f"{max(skipped, key=skipped.get)} (counts are in log.jsonl)")
 

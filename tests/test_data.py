@@ -142,8 +142,8 @@ def test_rows_without_a_file_name_or_a_caption_are_skipped_and_counted(tmp_path,
 
 
 @pytest.mark.parametrize("rows, problem", [
-    ('x.jpg,"a dog\ny.jpg,a cat\n', "line 4 (it joins rows)"),
-    ('x.jpg,"a dog\ny.jpg,two\nz.jpg,"six"\nb.jpg,four\n', "line 5 (it joins rows)"),
+    ('x.jpg,"a dog\ny.jpg,a cat\n', "line 4 (unexpected end of data)"),
+    ('x.jpg,"a dog\ny.jpg,two\nz.jpg,"six"\nb.jpg,four\n', "line 5 (',' expected after '\"')"),
     ('x.jpg,"a 5" pipe\nb,"' + "x" * 131_073, "line 4 (field larger than field limit (131072))")])
 def test_an_open_quote_is_refused_with_its_line(tmp_path, rows, problem):
     path = tmp_path / "a.csv"
@@ -487,24 +487,27 @@ def test_shards_are_identified_by_their_names_sizes_and_first_headers(tmp_path):
     assert found[0].startswith("2 shards, ")
 
 
-def test_the_first_rank_of_a_machine_looks_at_its_shards(tmp_path, monkeypatch):
-    """Ranks 2 and 3 are on the second machine. Both know what rank 2 has seen."""
-    pattern, opened = write_shards(tmp_path, [1, 2]), []
-    alone, gone = TarShards(pattern), ["No such file"] * 2
-    looks = common.look_at_shards(alone.paths, False)
-    monkeypatch.setattr(common, "open", lambda *x: opened.append(x) or open(*x), raising=False)
-    for local in (0, 1):
-        monkeypatch.setattr(common, "this_rank", lambda: (2 + local, 4))
-        monkeypatch.setattr(common, "local_rank", lambda: (local, 2))
-        for seen in (looks, gone):
-            ranks = lambda own: [gone, None, own or seen, None]
-            monkeypatch.setattr(common, "gather_objects", ranks)
-            if local == 0 or seen is looks:
-                assert TarShards(pattern, True).fingerprint == alone.fingerprint
-            else:
-                message = failure(TarShards, pattern, True)
-                assert re.search(r"2 of the 2 .* is .*/000.tar \(No such file\): name", message)
-        assert len(opened) == 4  # rank 2 has opened two shards twice, rank 3 none
+def test_a_rank_knows_the_shards_of_its_own_machine(tmp_path, monkeypatch):
+    """Rank 3 is on the second of two machines, which have two ranks and three. It looks at all
+    shards itself if another rank has other paths."""
+    pattern, gone = write_shards(tmp_path, [1, 2, 3, 4]), "No such file"
+    alone = TarShards(pattern)
+    a, b, c, d = looks = common.look_at_shards(alone.paths, False)
+    monkeypatch.setattr(common, "this_rank", lambda: (3, 5))
+    monkeypatch.setattr(common, "local_rank", lambda: (1, 3))
+
+    def ranks(*looks, hashes=()):
+        """Each rank gives a hash of its paths, then what it has seen."""
+        monkeypatch.setattr(common, "gather_objects", lambda own: [
+            own, *hashes] if isinstance(own, int) else [*looks[:3], own, *looks[3:]])
+
+    for others, hashes in (([[a, d], [c]], ()), ([[gone, gone], [gone]], [7])):
+        ranks([gone, gone], [gone, gone], *others, hashes=hashes)
+        assert common.look_at_shards(alone.paths, True) == looks
+        assert TarShards(pattern, True).fingerprint == alone.fingerprint
+    ranks([a, c], [b, d], [a, d], [gone])
+    with pytest.raises(UserError, match=r"1 of the 4 .* first is .*/002.tar \(No such file\): name"):
+        TarShards(pattern, True)
 
 
 def test_every_image_of_a_shard_is_used_or_counted(tmp_path):
