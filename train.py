@@ -66,6 +66,7 @@ import multiprocessing
 import operator
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -191,6 +192,7 @@ class Config:
     # GPU in bf16, without a recomputed block; gradients that ranks sum in a step; the loss of a
     # random guess; --dry-run RANKS: so many GPUs share the batch; --out DIR draws first-batch.png
     dry_run: int = 0
+    bench: int = 0  # number of steps to time; print images per second, then stop
 
 
 # The first setting of each group in --help.
@@ -199,6 +201,7 @@ GROUPS = {"preset": "run", "data": "data", "image_encoder": "encoders", "steps":
 MOST_WORKERS = 8  # if --workers is not given
 CHECKED = 1000  # captions on which the vocabulary is checked at the start
 H100 = 200e12  # FLOPs a second of an update on one H100 in bf16, by tests/gpu.json
+BENCH_WARMUP = 3  # steps before --bench starts the clock: kernels are chosen, memory is taken
 
 
 # Training -----------------------------------------
@@ -250,8 +253,8 @@ def train(args, out, device):
         model.train()
 
         while progress.step < end:
-            # BAM crops where [CLS] looks.
-            if progress.needs_boxes(method.box_refreshes(args)):
+            # BAM crops where [CLS] looks. --bench measures updates alone.
+            if progress.needs_boxes(method.box_refreshes(args)) and not args.bench:
                 batches = None  # ends the workers, which crop by the old boxes
                 boxes, stopping = find_boxes(args, data, model, device, autocast, stop)
                 if stopping:  # the resumed run will look for the boxes again
@@ -263,7 +266,7 @@ def train(args, out, device):
                                       stop)
                 clock.reset()
             batch = common.distort(clock.wait_for(batches))
-            if progress.step == 0:
+            if progress.step == 0 and not args.bench:
                 show_first_batch(args, tokenizer, batch)
             step = progress.step - start  # within the stage
             set_schedules(optimizer, args, step, steps, lr)
@@ -296,6 +299,12 @@ def train(args, out, device):
             save_due = save_due or progress.step == end
             log_due = progress.due(args.log_every) or save_due or progress.step == 1
             stopping = stop.agreed(device, save_due)
+
+            # With --bench, time the updates and write nothing.
+            if args.bench:
+                if bench(args, clock, progress.step) or stopping:
+                    return stopping
+                continue
 
             # Save, if the loss is finite, what the log will say of this step, too.
             if log_due or stopping:
@@ -462,6 +471,10 @@ def check_settings(args, method, usual, given):
     if args.finetune and (args.init_weights or args.method not in FINE_TUNED):
         raise UserError("--finetune trains a classifier or a detector: leave out any other "
                         "--method, and --init-weights.")
+    if args.bench and args.resume:
+        raise UserError("--bench times a new run: leave out --resume.")
+    if args.bench:
+        args.steps, args.epochs = max(args.steps, BENCH_WARMUP + args.bench), None
 
 
 def check_number(flag, value, help):
@@ -512,7 +525,7 @@ def claim_run(args):
     The lock is taken before train() reads or writes anything there. A new directory is removed if
     the run fails, or a signal ends it, before it logs or saves a step.
     """
-    out = None if args.dry_run else choose_run(args)
+    out = None if args.dry_run or args.bench else choose_run(args)
     if out is None or this_rank()[0] > 0:
         yield None
         return
@@ -744,7 +757,7 @@ def opens_early(args, model):
     """Whether the data to evaluate on are opened before the training, so that an error in them
     costs no time. Otherwise --data are opened for the evaluation only after the training, because
     a table would be in memory twice."""
-    return bool(args.eval_data or args.eval_every or by_knn(model))
+    return bool(args.eval_data or args.eval_every or by_knn(model)) and not args.bench
 
 
 @common.rank_0_prints()
@@ -887,11 +900,11 @@ def open_loader(args, data, transform, tokenizer, model, progress, device, stop)
             parts = [to_device(part, device) for part in parts]
             batch = to_device(stream.join(parts, number), device)
         except common.DiskError as error:
-            if batch is None:
+            if batch is None or args.bench:
                 raise
             stop.fail(error)
             yield from itertools.repeat(batch)
-        if number == 0:
+        if number == 0 and not args.bench:
             check_first_batch(args, batch)
         yield batch
 
@@ -1311,8 +1324,9 @@ class Clock:
     def rates(self, batch_size):
         total = self.seconds(self.start, self.now())
         waited = sum(self.seconds(*wait) for wait in self.waits)
+        process_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {"images_per_s": len(self.waits) * batch_size / total, "data_share": waited / total,
-                "peak_memory_bytes": torch.cuda.max_memory_allocated()}  # 0 on a CPU
+                "peak_memory_bytes": torch.cuda.max_memory_allocated() or process_memory}
 
 
 LEAST_SCALE = 2.0**-100  # the loss scale of fp16 after more than 100 skipped updates in a row
@@ -1475,13 +1489,13 @@ def finish(args, embedder, eval_data, progress):
 def dry_run(args, method, model):
     """Print what the settings cost, in lines and as JSON. A multiply-add is 2 FLOPs."""
     model.eval()  # else, on several GPUs, BatchNorm would gather CPU tensors
-    batches = [made_up_batch(args, method, model, n) for n in (2, 4)]
-    flops = [forward_flops(model, batch) for batch in batches]
-    kept = [kept_bytes(model, batch) for batch in batches]
-    # A loss that compares all pairs adds the same number of FLOPs for each sample of the batch. A
-    # detector's images share their queries, so that a larger batch adds nothing.
-    of_one = flops[0] / 2
-    in_batch = of_one + max(0, flops[1] / 4 - of_one) / 2 * (args.batch - 2)
+    with contextlib.ExitStack() as stack:
+        if not dist.is_initialized():  # a loss that gets samples of several ranks asks for its own
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            stack.callback(dist.destroy_process_group)
+        of_one, in_batch = forward_flops(args, method, model)
+        batches = [made_up_batch(args, method, model, n) for n in (2, 4)]
+        kept = [kept_bytes(model, batch) for batch in batches]
     chance_loss = model.chance_loss(args.batch, batches[0].get("mask"), model.image_encoder.grid**2)
     params = sum(p.numel() for p in model.parameters())
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
@@ -1501,10 +1515,22 @@ def dry_run(args, method, model):
     print(json.dumps(common.without_nan(record)))
 
 
-def forward_flops(model, batch):
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(batch, lambda x: x)
-    return counter.get_total_flops()
+def forward_flops(args, method, model):
+    """The FLOPs of the forward pass of a sample alone, and in a whole batch."""
+    flops = {}
+    for n, ranks in ((2, 1), (4, 1), (2, 2)):  # n samples on each rank
+        batch = made_up_batch(args, method, model, n)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(batch, lambda x: torch.cat([x] * ranks))
+        flops[n, ranks] = counter.get_total_flops() / n
+    # A loss that compares all pairs adds the same number of FLOPs for each sample of the batch, and
+    # FILIP's choice of tokens adds one for each sample of the rank. A detector's images share their
+    # queries, so that a larger batch adds nothing.
+    of_one = flops[2, 1]
+    of_all = (flops[2, 2] - of_one) / 2
+    of_rank = (flops[4, 1] - of_one) / 2 - of_all
+    in_batch = of_one + of_all * (args.batch - 2)
+    return of_one, in_batch + max(0, of_rank) * (args.batch / args.dry_run - 2)
 
 
 def kept_bytes(model, batch):
@@ -1533,6 +1559,20 @@ def seconds_per_image(args, method, model):
     for _ in range(10):
         transform(common.open_image(file))
     return (time.process_time() - start) / 10
+
+
+def bench(args, clock, step):
+    """Whether --bench ends after this step. It then prints the rates of its steps, in words and as
+    JSON. The clock starts after the first BENCH_WARMUP steps."""
+    if step == BENCH_WARMUP:
+        clock.reset()
+    if step < BENCH_WARMUP + args.bench:
+        return False
+    rates = clock.rates(args.batch)
+    print_once(f"{rates['images_per_s']:.1f} images per second; {rates['data_share']:.0%} of the "
+               f"time waits for data; peak memory {rates['peak_memory_bytes'] / 2**30:.2f} GiB\n"
+               f"{json.dumps(rates)}")
+    return True
 
 
 def made_up_batch(args, method, model, n):

@@ -106,12 +106,10 @@ import random
 import re
 import sys
 import tarfile
-import tempfile
 from pathlib import Path
 from statistics import mean
 
 import numpy as np
-import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -120,7 +118,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import common
 import eval as evaluation
-import gpu_bench
 import train
 
 RECORDS = Path(__file__).with_suffix(".json")
@@ -318,32 +315,24 @@ def measure_costs(method):
     for name in TABLES[method]["table"]["rows"].values():
         flags = TABLES[method]["runs"][name]["flags"].split()
         args, cost = train.parse_args(flags), {}
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            train.main([*flags, "--dry-run"])
-        cost["parameters"] = json.loads(printed.getvalue().splitlines()[-1])["params"] / 1e6
+        cost["parameters"] = last_line(flags, "--dry-run")["params"] / 1e6
         if args.steps > 1:  # else the network stays untrained
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-                updates = timed(flags)["updates"]
-            cost["flops"] = counter.get_total_flops() / updates / 1e12
-            cost["minutes"] = args.steps * args.batch / timed(flags)["images_per_s"] / 60
+                last_line(flags, "--bench", "1")
+            cost["flops"] = counter.get_total_flops() / (train.BENCH_WARMUP + 1) / 1e12
+            images_per_s = last_line(flags, "--bench", "20")["images_per_s"]
+            cost["minutes"] = args.steps * args.batch / images_per_s / 60
         found += [{"method": method, "run": name, "metric": metric, "value": value,
                    "torch": torch.__version__, "threads": torch.get_num_threads()}
                   for metric, value in cost.items()]
         add_records(found)
 
 
-def timed(flags):
-    """Train until some updates are timed, without a log -> the rates and the number of updates."""
-    row, loader = {"batch": train.parse_args(flags).batch}, train.open_loader
-    silent = contextlib.redirect_stdout(io.StringIO())
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as out, silent:
-        patch.setattr(train, "measure", lambda *_: {})
-        patch.setattr(train, "end_step", lambda *_: None)
-        patch.setattr(train, "open_loader",
-                      lambda *given: gpu_bench.timed(row, loader(*given), given[-2]))
-        with contextlib.suppress(gpu_bench.Measured):
-            train.main([*flags, "--out", out])
-    return row
+def last_line(flags, *more):
+    """Run train.py with these flags -> the last line that it prints, which is JSON."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train.main([*flags, *more])
+    return json.loads(printed.getvalue().splitlines()[-1])
 
 
 HEADER = ("claim: A above B", "source", "in the paper", "here", "untrained", "difference by seed",

@@ -20,7 +20,6 @@ import contextlib
 import functools
 import gc
 import io
-import itertools
 import json
 import math
 import subprocess
@@ -105,6 +104,7 @@ def feed(row, limit):
     def open_loader(args, data, transform, tokenizer, model, progress, device, stop):
         method, n, peaks = train.METHODS[args.method], FIRST, []
         make = functools.partial(random_batch, args, method, model, device=device)
+        train.BENCH_WARMUP = math.inf  # the clock does not start yet
         while "batch" not in row:
             # the second batch is counted: the first update makes the optimizer's state
             counts = len(peaks) == 1 and not args.compile and not args.grad_checkpoint
@@ -122,30 +122,16 @@ def feed(row, limit):
                 row["batch"] = n
             n *= 2
         args.batch = row["batch"]
-        yield from timed(row, itertools.repeat(make(n=args.batch)), device)
+        train.BENCH_WARMUP = progress.step + WARMUP
+        batch = make(n=args.batch)
+        while True:  # until train() has timed args.bench steps
+            start = time.perf_counter()
+            yield batch
+            if progress.step <= train.BENCH_WARMUP:
+                peak_since_last(device)  # waits for the GPU
+                args.bench = max(3, min(50, int(SECONDS / (time.perf_counter() - start))))
 
     return open_loader
-
-
-class Measured(Exception):
-    """Ends a training whose updates have been timed."""
-
-
-def timed(row, batches, device):
-    """Yield batches until SECONDS of updates are timed. Then add the rates to `row` and raise
-    Measured."""
-    clock, seconds = train.Clock(), 0
-    clock.reset()
-    for step in itertools.count():
-        if step >= WARMUP and step == WARMUP + max(3, min(50, int(SECONDS / seconds))):
-            row |= clock.rates(row["batch"]) | {"updates": step}
-            raise Measured
-        start = time.perf_counter()
-        yield clock.wait_for(batches)
-        if step < WARMUP:
-            peak_since_last(device)  # waits for the GPU
-            seconds = time.perf_counter() - start
-            clock.reset()
 
 
 WORDS = "a photo of the red blue big small dog cat house tree".split()
@@ -179,26 +165,26 @@ def write_shards(directory, shards=4, samples=2000, side=(500, 375)):
 
 
 def train_row(row, limit, directory, toy):
-    """Train for a few steps by train.main, and add what they cost to `row`."""
-    side, loader = 32 if toy else 224, train.open_loader
+    """Train for a few steps by train.main, and add what --bench prints to `row`."""
+    side = 32 if toy else 224
     command = ["--method", row["method"], "--preset", row["preset"], *row["flags"].split(),
-               "--data", f"shapes:size={side}", "--image-size", side, "--log-every", 9999]
+               "--data", f"shapes:size={side}", "--image-size", side, "--bench", 3]
     if (row["method"], row["preset"]) in (("bam", "vit-s16"), ("bam", "vit-b16")):
         command += ["--no-contrastive-crop"]  # needs a table; an update takes as long without
     with pytest.MonkeyPatch.context() as patch:
         if row["source"] == "tensors":
             patch.setattr(train, "open_loader", feed(row, limit))
+            patch.setattr(train, "BENCH_WARMUP", WARMUP)  # feed() changes it
         else:
-            patch.setattr(train, "open_loader", lambda *given: timed(row, loader(*given), given[-2]))
             row |= {"batch": 16 if toy else 512, "workers": 1 if toy else common.cores_of_rank() - 2}
             command += ["--batch", row["batch"], "--workers", row["workers"]]
+            command += ["--bench", 3 if toy else 20]
         if row["source"] == "shards":
             spec = write_shards(directory, *((2, 32, (48, 36)) if toy else ()))
             command += ["--data", spec, "--vocab", directory / "vocab.txt"]
-        silent = contextlib.redirect_stdout(io.StringIO())
-        with tempfile.TemporaryDirectory() as out, silent, contextlib.suppress(Measured):
-            train.main([str(word) for word in (*command, "--out", out)])
-    return row
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            train.main([str(word) for word in command])
+    return row | json.loads(printed.getvalue().splitlines()[-1])
 
 
 def open_clip_update(row, device, toy):

@@ -382,3 +382,11 @@ def test_contrastive_crop_changes_the_trained_weights(tmp_path, capsys):
 def test_boxes_are_found_at_their_steps_and_where_there_are_none(step, has_boxes, needed):
     progress = train.Progress(step=step, boxes=torch.rand(3, 4) if has_boxes else None)
     assert progress.needs_boxes(range(2, 8, 3)) == needed and not progress.needs_boxes(())
+
+
+def test_bench_finds_no_boxes_so_that_it_ends(tmp_path, capsys):
+    photos = str(make_photos(tmp_path / "photos"))
+    train.main([*SMALL["bam"], "--data", photos, "--image-size", "16",
+                "--contrastive-crop", "--crop-start", "1", "--crop-every", "1", "--bench", "2",
+                "--steps", "9"])
+    assert "images_per_s" in capsys.readouterr().out

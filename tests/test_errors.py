@@ -85,6 +85,7 @@ ERRORS = [
     ("stair --share-1 0.7 --share-2 0.3", "leave no steps to stage 3"),
     ("dino --vocab nowhere.txt", "--vocab has no effect on this objective: leave"),
     ("bam --crop-scale 0.5", "--crop-scale has no effect on this objective: leave"),
+    ("train --resume --bench 2 --out runs/sparc", "--bench times a new run: leave out --resume"),
     ("sparc --image-size 64", "--image-size 64 is not the size of shapes:.*size=16.*: leave out one"),
     ("dino --local-size 12", "--local-size 12 must be a multiple of the patch size 8"),
     *((f"{name} --local-size 24", "--local-size 24 must be .* and at most --image-size 16")

@@ -259,7 +259,7 @@ def test_bam_on_one_folder_notes_at_once_what_an_evaluation_needs(tmp_path, caps
 
 
 @pytest.mark.parametrize("name, flags, early", [
-    ("sparc", "", False), ("bam", "", True),
+    ("sparc", "", False), ("bam", "", True), ("bam", "--bench 2", False),
     ("sparc", "--eval-every 5", True), ("sparc", "--eval-data x.csv", True)])
 def test_only_an_evaluation_that_is_asked_for_opens_its_data_early(name, flags, early):
     args = train.parse_args([*SMALL[name], *flags.split()])
@@ -957,24 +957,44 @@ def test_a_dry_run_of_a_papers_preset_needs_no_data():
     assert isinstance(data, common.World) and args.image_size == data.size == 224
 
 
-@pytest.mark.parametrize("flags", [SMALL["bam"], [*SPARC, "--objective", "filip"],
-                                   [*SPARC, "--objective", "gloria"]])
-def test_a_dry_run_counts_the_pairs_of_the_whole_batch(capsys, flags):
-    """SPARC, Table 11: FLOPs of FILIP and GLoRIA grow with the batch."""
-    flags = [*flags, "--batch", "24", "--steps", "10000000000", "--dry-run"]
+@pytest.mark.parametrize("flags, ranks", [
+    (SMALL["bam"], 1), ([*SPARC, "--objective", "filip"], 1), ([*SPARC, "--objective", "filip"], 3),
+    ([*SPARC, "--objective", "gloria"], 1)])
+def test_a_dry_run_counts_the_pairs_of_the_whole_batch(capsys, flags, ranks):
+    """SPARC, Table 11: FLOPs of FILIP and GLoRIA grow with the batch. A rank of FILIP chooses tokens
+    among its own pairs alone. Of BAM each rank computes the same effective rank, which is here a
+    part in 1,000."""
+    flags = [*flags, "--batch", "24", "--steps", "10000000000", "--dry-run", str(ranks)]
     train.main(flags)
     record, args = json.loads(capsys.readouterr().out.splitlines()[-1]), train.parse_args(flags)
     method, args.image_size = train.METHODS[args.method], 16
     model = train.new_model(args, method, range(record.get("vocab_size", 0))).eval()
-    batch = train.made_up_batch(args, method, model, 24)
+    batch = train.made_up_batch(args, method, model, 24 // ranks)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(batch, lambda x: x)
-    expected = counter.get_total_flops() / 24
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sparc.dist, "get_rank", lambda: 0)
+            model(batch, lambda x: torch.cat([x] * ranks))
+    expected = counter.get_total_flops() / (24 // ranks)
     assert record["flops_per_sample_in_batch"] == pytest.approx(expected, rel=1e-3)
     assert record["flops_per_sample_in_batch"] > record["flops_per_sample"]
     seconds = 3 * expected * args.batch * args.steps / 200e12
     assert record["h100_hours"] == pytest.approx(seconds / 3600, rel=0.1) and seconds > 360
     assert record["gradient_mb"] == pytest.approx(4e-6 * record["params"], abs=0.1)
+
+
+def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    rates, counts = train.Clock.rates, []
+    monkeypatch.setattr(train.Clock, "rates", lambda clock, size: (
+        counts.append(len(clock.waits)) or rates(clock, size)))
+    words = ["--text-encoder", "tiny:vocab_size=9000"]
+    train.main([*SPARC, *words, "--bench", "2", "--out", str(tmp_path / "run")])
+    words, line = capsys.readouterr().out.splitlines()
+    record = json.loads(line)
+    assert record["images_per_s"] > 0 and record["peak_memory_bytes"] > 1e6
+    assert 0 < record["data_share"] < 1
+    assert words.startswith(f"{record['images_per_s']:.1f} images per second; ")
+    assert words.endswith(f"peak memory {record['peak_memory_bytes'] / 2**30:.2f} GiB")
+    assert not (tmp_path / "run").exists() and counts == [2]  # without the steps of the warm-up
 
 
 @pytest.mark.parametrize("flags", [
