@@ -2055,29 +2055,26 @@ def find_captions(text):
     """The bytes of KEY.txt, or None -> ([captions], ""), or ([...], what is wrong)."""
     if text is None:
         return [], NO_CAPTION
-    try:
-        lines = text.decode("utf-8-sig").split("\n")
-    except UnicodeError:
-        return [], "caption that is not UTF-8"
-    if b"\0" in text:  # which UTF-16 has in each letter
-        return [], "caption that is not UTF-8"
-    captions = [caption for caption in clean_captions(lines) if caption]
-    return captions, "" if captions else "empty caption"
+    if b"\0" not in text:  # which UTF-16 has in each letter
+        with contextlib.suppress(UnicodeError):
+            lines = text.decode("utf-8-sig").split("\n")
+            captions = [caption for caption in clean_captions(lines) if caption]
+            return captions, "" if captions else "empty caption"
+    return [], "caption that is not UTF-8"
 
 
 TABLES = ".csv", ".tsv", ".txt"  # the endings of files for read_table
 BROKEN_ROW = "broken row (perhaps a comma outside quotes)"
 
 
-def open_rows(file):
-    """An open CSV or TSV file -> the names of its columns, and a csv.reader of the other rows."""
+def read_header(file):
+    """The first line of an open CSV or TSV file -> its delimiter and the names of its columns."""
     first = file.readline()
     delimiter = "\t" if "\t" in first else ","
-    columns = next(csv.reader([first], delimiter=delimiter), [])
-    return columns, csv.reader(file, delimiter=delimiter)
+    return delimiter, next(csv.reader([first], delimiter=delimiter), [])
 
 
-def read_table(path, image="", caption=""):
+def read_table(path, image, caption):
     """Yield a Sample or left_out for each row of a CSV or TSV file with a header. A column `split`
     holds the splits of the rows. A cell in quotes may have line breaks, as pandas writes them.
 
@@ -2086,7 +2083,7 @@ def read_table(path, image="", caption=""):
     if an open quote joins rows: a line of a cell is then a row by itself, with an image's name.
     """
     with open(path, newline="", encoding="utf-8-sig") as file:
-        columns, rows = open_rows(file)
+        delimiter, columns = read_header(file)
         image = image or ("filepath" if "filepath" in columns else "image")
         caption = caption or ("title" if "title" in columns else "caption")
         remedy = (": let its first line name the columns, such as filepath,title, with commas or "
@@ -2095,16 +2092,16 @@ def read_table(path, image="", caption=""):
             i, j = columns.index(image), columns.index(caption)
         k = columns.index("split") if "split" in columns else None
         seen = []  # the lines of a row
-        rows = csv.reader((seen.append(line) or line for line in file), rows.dialect)
+        rows = csv.reader((seen.append(line) or line for line in file), delimiter=delimiter)
         try:
             for cells in rows:
-                lines = [line for cell in cells if "\n" in cell for line in cell.split("\n")]
                 if len(seen) > 1:  # a quote that joins lines must be complete
-                    next(csv.reader(seen, rows.dialect, strict=True))
+                    next(csv.reader(seen, delimiter=delimiter, strict=True))
+                    lines = [line for cell in cells if "\n" in cell for line in cell.split("\n")]
+                    for parts in csv.reader(lines, delimiter=delimiter):
+                        if len(parts) == len(columns) and any(map(is_image, parts)):
+                            raise csv.Error("it joins rows")
                 seen.clear()
-                for parts in csv.reader(lines, rows.dialect):
-                    if len(parts) == len(columns) and any(map(is_image, parts)):
-                        raise csv.Error("it joins rows")
                 if len(cells) == len(columns) and cells[i]:
                     yield Sample(cells[i], cells[j], split="" if k is None else cells[k].strip())
                 elif cells:  # an empty line is no row
@@ -2197,7 +2194,7 @@ def has_splits(spec):
         return file_holds(name, "split") and not file_holds(name, "annotations")
     reading = explained((OSError, UnicodeError), f"Cannot read {name}")
     with reading, open(name, newline="", encoding="utf-8-sig") as file:
-        return "split" in open_rows(file)[0]
+        return "split" in read_header(file)[1]
 
 
 def open_data(spec, image_root=None, split="train", image_size=48, content="caption",

@@ -1040,10 +1040,14 @@ def open_winoground(options, *_):
 
 def sugarcrepe_files(directory):
     """The JSON files of a directory that have SugarCrepe's own field in their first 4,000 bytes."""
-    found, field = [], b'"negative_caption"'
+    def has_field(file):
+        with open(file, "rb") as json_file:  # a look at a directory reads no large file to its end
+            return b'"negative_caption"' in json_file.read(4000)
+
+    found = []
     if common.look_at(directory) == "directory":
         found = map(Path, common.matching(f"{directory}/*.json"))
-    return [file for file in found if file.is_file() and field in file.read_bytes()[:4000]]
+    return [file for file in found if file.is_file() and has_field(file)]
 
 
 def open_sugarcrepe(options, *_):
@@ -2120,8 +2124,6 @@ def to_float(found):
 
 BRIGHTNESS = ("Brightness shows the weight of a patch: black is 0, full brightness is the largest "
               "weight of the map.")
-OF_STAIR = ("STAIR's weights are p(h_j) in Eq. 4 minus the lowest of the map, and need no text "
-            "encoder.")
 STOP_WORDS = set("a an the and of in on at to by with from for is are it its his her".split())
 
 
@@ -2210,12 +2212,22 @@ def maps_of_words(embedder, image, caption):
     return [*zip(names, maps)][1:-1]
 
 
+def note_of_maps(model):
+    """What the brightness of maps_of_words means."""
+    if model.word_maps:
+        return (f"{BRIGHTNESS} A weight is p(h_j) in STAIR's Eq. 4 minus the lowest of the map. It "
+                "needs no text encoder.")
+    if model.slots:
+        return f"{BRIGHTNESS} A slot's number is the weight that it gives to the word."
+    return BRIGHTNESS
+
+
 def draw_pair(embedder, image, caption):
     """Where the words or slots of one caption lie in one image."""
     with common.explained(BROKEN, f"--image {image} cannot be read"):
         pixels = embedder.read(image)
     rows = [(caption, pixels, maps_of_words(embedder, image, caption))]
-    note = f"{BRIGHTNESS} {OF_STAIR} A slot's number is the weight that it gives to the word."
+    note = note_of_maps(embedder.model)
     return lit_sheet("Which patches each word or slot weights.", note, rows)
 
 
@@ -2228,7 +2240,7 @@ def draw_word_maps(embedder, data):
                 if word in complete - STOP_WORDS]
         rows.append((caption, image, maps[:8]))
     title = "Where the words of a caption lie in its image (SPARC, Eq. 4; STAIR, Fig. 10)."
-    note = f"{BRIGHTNESS} {OF_STAIR} At most eight words of a caption are shown."
+    note = f"{note_of_maps(embedder.model)} At most eight words of a caption are shown."
     return lit_sheet(title, note, rows)
 
 

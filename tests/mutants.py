@@ -224,7 +224,7 @@ self.min_side = «max => min»(decoded_side(view.size # views of two sizes ;; de
 rows = torch.«randperm(len(self), generator=torch.Generator().manual_seed(0)) => arange(len(self))».tolist() # --limit keeps the first classes
 lines = [names[«places.index(i) => places[i]»] for i in # --classes in another order, the way back
 category«.startswith("Z"):\n            out.append(" ") =>  == "Zs":\n            out.append(" ")\n        elif category[0] == "Z":\n            pass» # U+2028 parts words
-return columns, csv.reader(«file => iter(file.read().splitlines(True))», delimiter # U+2028 ends no row
+seen.append(line) or line for line in «file => file.read().splitlines(True)») # U+2028 ends no row
 text = " ".join(unicodedata.normalize("NFC", text).split(«) => " ")»).lower() # BPE: U+2028 parts words
 == common.py | schedules | test_details
 (start - end) * 0.5 * (1 «+ => -» math.cos( # half a cosine
