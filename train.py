@@ -1,9 +1,10 @@
 r"""Train a method: `python train.py --method sparc`, or on 8 GPUs
 `torchrun --nproc_per_node=8 train.py --method sparc`.
 
-The defaults are in two dataclasses: Config in train.py, and Settings in the file of the method. A
-preset replaces defaults. A flag replaces a default or a value of the preset. The run's directory
-gets config.json, vocab.txt, log.jsonl, last.pt, eval.json and pictures.
+The settings and their defaults are the fields of two dataclasses: Config in train.py, and Settings
+in the file of the method. A preset replaces defaults. A flag replaces a default or a value of the
+preset. The training writes config.json, vocab.txt, log.jsonl, last.pt, eval.json and pictures into
+the directory of the run.
 
 To read how it works, begin at train(). A map of the sections:
 
@@ -99,100 +100,120 @@ class Config:
     as > 0 and <= 1, are checked. Every number must be finite and not negative.
     """
 
-    preset: str = "tiny"  # name of a preset of the method, whose values replace defaults
-    out: str | None = None  # directory of the run; without it runs/METHOD, runs/METHOD-2, ...
-    # continue the run in --out; flags replace the run's settings, except --method, --preset,
-    # --vocab, --vocab-size, --optimizer, --finetune and --init-weights; `--resume auto` begins a
-    # new run if --out has no checkpoint; with other --steps the learning rate goes on as if the run
-    # had had these steps from the start
+    preset: str = "tiny"  # preset of the method: a named set of values that replace the defaults
+    # directory of the run. Without --out the directory is runs/METHOD or, if that exists,
+    # runs/METHOD-2, and so on
+    out: str | None = None
+    # continue the run in --out. Flags of this command replace the settings of the run, except
+    # --method, --preset, --vocab, --vocab-size, --optimizer, --finetune and --init-weights, which
+    # cannot change. `--resume auto` starts a new run if --out has no checkpoint. With other --steps
+    # the learning rate continues as in a run that has had these --steps from the start
     resume: bool = False
-    # file in --out that --resume continues from, such as step-10000.pt; the log forgets later
-    # steps, and last.pt is written again
+    # checkpoint in --out that --resume continues from, for example step-10000.pt. Lines of later
+    # steps are deleted from log.jsonl. The next save overwrites last.pt
     checkpoint: str = "last.pt"
-    # directory of the run to fine-tune: the image encoder on labelled images (implies --method
-    # classifier; BAM, Table 3), or both encoders on boxes (with --method detector; SPARC, Table 5)
+    # directory of a run whose encoders this run fine-tunes. --method classifier, the default,
+    # trains the image encoder on labelled images (BAM, Table 3). --method detector trains both
+    # encoders on boxes (SPARC, Table 5) and needs a run of SPARC
     finetune: str | None = None
-    seed: int = 0  # seed of the weights, the data and the augmentation, < 9e18
+    seed: int = 0  # seed, < 9e18, of the initial weights, of the order of the data and of crops
 
-    # SPEC of the training data, see the end of this help; only presets named tiny have a default
+    # SPEC of the training data. The end of this help lists the forms of a SPEC. Only presets named
+    # tiny have a default
     data: str | None = None
-    # directory that the file names in --data and --eval-data are relative to; without it the
-    # directory of the FILE
+    # directory of the image files that --data and --eval-data name by relative paths. Without
+    # --image-root the paths are relative to the directory of the FILE
     image_root: str | None = None
-    # SPEC of the data for the evaluation at the end; without it the test split of --data, else the
-    # training images, but none for shards (.tar), nor for BAM and DINO on files
+    # SPEC of the data on which the run is evaluated at the end. Without --eval-data the run is
+    # evaluated on the test split of --data. If --data has no splits, the training images are the
+    # test images. Shards (.tar) are not evaluated on without --eval-data. BAM and DINO are not
+    # evaluated on files without --eval-data
     eval_data: str | None = None
-    # vocabulary file, BERT's vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz; without it a
-    # vocabulary is trained on the captions of --data
+    # vocabulary file: vocab.txt of BERT, or bpe_simple_vocab_16e6.txt.gz of CLIP. Without --vocab a
+    # new vocabulary is trained on the captions of --data
     vocab: str | None = None
-    vocab_size: int = 8192  # largest size of a vocabulary trained on the captions, > 0
-    # side of an image in pixels, > 0; without it the size in the SPEC of shapes, for other data the
-    # encoder's input size
+    vocab_size: int = 8192  # largest number of tokens of a vocabulary trained on the captions, > 0
+    # side of a training image in pixels, > 0. Without --image-size the side is the input size of
+    # the image encoder or, for shapes, the size of the drawn images
     image_size: int | None = None
-    # smallest area of a training crop, as a fraction of the image's area, > 0, <= 1; 1 resizes the
-    # whole image; pictures of `shapes` with captions are neither cropped nor mirrored
+    # smallest area of a training crop, as a fraction of the area of the image, > 0, <= 1. With 1
+    # the whole image is resized. The drawn images of shapes are not cropped if captions are read
     crop_scale: float = 0.9
-    # probability that a training image is mirrored, <= 1; by default .5, but 0 if captions are
-    # read, as "left" would become wrong
+    # probability that a training image is mirrored, <= 1. Without --flip the probability is 0 for
+    # images with captions, because a mirrored image makes the word "left" wrong. For other images
+    # the probability is .5
     flip: float | None = None
-    # number of processes per rank that load data; with 0 the training process loads the data;
-    # by default 0 for shapes and on macOS, else the least of 8, the cores of a rank, and its shards
-    # or its batches in an epoch
+    # number of processes per rank that load data. With 0 the training process loads the data
+    # itself. Without --workers the number is 0 for shapes and on macOS. For other data it is the
+    # least of 8, the CPU cores per rank, and the shards per rank or the batches per epoch
     workers: int | None = None
 
-    # image encoder, NAME or NAME:setting=value,...; the end of this help lists the names
+    # image encoder: NAME, or NAME:setting=value,... to change settings. The end of this help lists
+    # the names
     image_encoder: str = "ViT-B/16"
-    # text encoder, NAME or NAME:setting=value,...; the end of this help lists the names
+    # text encoder: NAME, or NAME:setting=value,... to change settings. The end of this help lists
+    # the names
     text_encoder: str = "12x512"
-    # file of pretrained weights to start from: a whole CLIP or, for methods without captions, a ViT
-    # whose parameters have timm's names; --image-encoder must give heads, quick_gelu, eps and
-    # pixels, which the file does not hold; no error warns of blurred strides or norms after the
-    # attention, which no encoder here has
+    # file of pretrained weights to start from. Methods with captions load a whole CLIP. Methods
+    # without captions load a ViT whose parameters have timm's names. The file does not say which
+    # heads, quick_gelu, eps and pixels the encoder needs, so give these four in --image-encoder.
+    # Wrong values raise no error. No encoder here has blurred strides or norms after the attention
     init_weights: str | None = None
 
-    steps: int = 1000  # number of updates; 0 only evaluates, for example --init-weights
-    # number of passes over a FILE or class folders, > 0; replaces --steps
+    # number of updates. With 0 the model is only evaluated, for example after --init-weights
+    steps: int = 1000
+    # number of passes over a FILE or class folders, > 0. --epochs replaces --steps
     epochs: int | None = None
-    # number of pairs or images in a step, > 0, summed over all ranks and parts of --accum-freq
+    # number of images in an update, > 0. Each image comes with a caption if the method reads
+    # captions. The ranks share these images
     batch: int = 128
-    lr: float = 5e-4  # highest learning rate, which the warm-up reaches; no rescaling by --batch
-    warmup: int = 100  # steps of linear warm-up, in each stage of a method that has several
+    lr: float = 5e-4  # highest learning rate, after the warm-up. --batch does not scale it
+    warmup: int = 100  # number of steps of linear warm-up. Each stage of STAIR has its own warm-up
     schedule: Literal["cosine", "linear"] = "cosine"  # how the learning rate falls to 0
-    # optimizer; STAIR's authors use lamb, BAM's authors lars for ResNet-50
+    # optimizer. STAIR's authors use lamb. BAM's authors use lars for ResNet-50
     optimizer: Literal["adamw", "lamb", "lars", "sgd"] = "adamw"
     weight_decay: float = 0.1  # weight decay of the weights of linear and convolution layers
-    # weight decay at the end of the training, reached by half a cosine; without it the weight decay
-    # is constant
+    # weight decay at the end of the training. A half cosine leads from --weight-decay to this
+    # value. Without --weight-decay-end the weight decay is constant
     weight_decay_end: float | None = None
-    beta2: float = 0.98  # second beta of AdamW and LAMB, < 1 (CLIP, Table 18); the first is 0.9
+    beta2: float = 0.98  # second beta of AdamW and LAMB, < 1 (CLIP, Table 18). The first is 0.9
     adam_eps: float = 1e-6  # epsilon of AdamW and LAMB (CLIP, Table 18)
-    clip_grad: float = 1.0  # largest norm of the gradient; 0 does not clip
+    clip_grad: float = 1.0  # largest norm of the gradient. With 0 the gradient is not clipped
 
-    log_every: int = 10  # steps between two lines of log.jsonl, > 0; the first is of step 1
-    save_every: int = 1000  # steps between two writings of last.pt, > 0
-    keep_every: int = 0  # steps between two checkpoints step-S.pt, which are kept; 0 keeps none
-    # steps between two evaluations during training, on at most 1,000 images, with metrics in
-    # log.jsonl; BAM and DINO are tested by k-NN alone; 0 evaluates only at the end
+    log_every: int = 10  # number of steps between two lines of log.jsonl, > 0
+    save_every: int = 1000  # number of steps between two saves of last.pt, > 0
+    # number of steps between two checkpoints step-S.pt, which are never deleted. With 0 there are
+    # no such checkpoints
+    keep_every: int = 0
+    # number of steps between two evaluations during the training. Each evaluation uses at most
+    # 1,000 images and writes its metrics to log.jsonl. BAM and DINO are evaluated by k-NN alone.
+    # With 0 the run is evaluated only at the end
     eval_every: int = 0
-    # recipe of the linear probe: adamw is SPARO's (10 epochs), sgd is BAM's (100 epochs)
+    # recipe of the linear probe. adamw is SPARO's recipe, with 10 epochs. sgd is BAM's recipe, with
+    # 100 epochs
     probe: Literal["adamw", "sgd"] = "adamw"
 
-    # precision of the encoders; without it bf16 on a GPU, off on a CPU; losses are always fp32
+    # precision of the encoders. Without --amp the precision is bf16 on a GPU, and fp32 (off) on a
+    # CPU. The loss is always computed in fp32
     amp: Literal["bf16", "fp16", "off"] | None = None
-    # use torch.compile for the ResNet or each block of the ViT, and for each block of the text
-    # encoder
+    # use torch.compile on each block of the ViT and of the text encoder. A ResNet is compiled as a
+    # whole
     compile: bool = False
-    # recompute the blocks of the ViT and of the text encoder in the backward pass, to save memory
+    # save memory: the backward pass computes the blocks of the ViT and of the text encoder again
     grad_checkpoint: bool = False
-    # number of parts, > 0, into which a rank splits its batch; the encoders process the parts one
-    # after the other, to save memory; the loss still compares the whole batch
+    # number of parts into which a rank splits its batch, > 0, to save memory. The encoders process
+    # the parts one after the other. The loss still compares the whole batch
     accum_freq: int = 1
-    # print what the settings cost, then stop: FLOPs of the forward pass; most hours of one H100 at
-    # 200 TFLOPs a second, and how many cores like this one read its JPEGs of 500 x 375; memory of a
-    # GPU in bf16, without a recomputed block; gradients that ranks sum in a step; the loss of a
-    # random guess; --dry-run RANKS: so many GPUs share the batch; --out DIR draws first-batch.png
+    # print what the run costs, and do not train. --dry-run 8 shares the batch among 8 GPUs.
+    # flops_per_sample: FLOPs of the forward pass. h100_hours: largest number of hours that one H100
+    # needs, at 200 TFLOPs a second. cpu_cores: number of CPU cores like this one that load JPEGs of
+    # 500 x 375 pixels for one H100. gpu_gib: GiB of memory of each GPU in bf16, without the block
+    # that --grad-checkpoint recomputes. gradient_mb: megabytes of gradients that the GPUs exchange
+    # in a step. chance_loss: loss of a random guess. With --out DIR the command also draws
+    # first-batch.png
     dry_run: int = 0
-    bench: int = 0  # number of steps to time; print images per second, then stop
+    # number of steps to time. The command prints the images per second and then stops
+    bench: int = 0
 
 
 # The first setting of each group in --help.
@@ -342,9 +363,10 @@ def parse_args(argv):
     # `given` has only flags that are given.
     parser = common.Parser(usage="train.py --method NAME [--FLAG VALUE ...]", add_help=False,
                            description=__doc__.partition("\n\nTo read")[0])
-    parser.add_argument("--method", choices=METHODS, help="what to train: sparo, stair and sparc "
-                        "learn from captions, bam from images; classifier and detector fine-tune "
-                        "a run; `--method NAME --help` lists a method's flags and defaults")
+    parser.add_argument("--method", choices=METHODS, help="what to train. sparo, stair and sparc "
+                        "learn from images with captions. bam learns from images alone. classifier "
+                        "and detector fine-tune a run. `--method NAME --help` lists the flags and "
+                        "the defaults of a method")
     common.add_flags(parser, Config, GROUPS, "run")
     given, rest = parser.parse_known_args(argv)
     given = vars(given)
