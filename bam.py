@@ -52,19 +52,19 @@ from torch.utils.checkpoint import checkpoint
 @dataclass(kw_only=True)
 class Config:
     tau: float = 0.1      # temperature of the attention, > 0 (Sec. 3.1)
-    tau_b: float = 0.05   # temperature of the targets, > 0, below tau to sharpen them (3.4, F)
-    sinkhorn_iters: int = 3  # Sinkhorn iterations for the targets, > 0 (authors' bam_loss.py:34)
-    # what happens to similarities of views of one image. exclude: left out. zero: 0, as in Eq. 3.
-    # none: kept. self: kept, but 0 for a view with itself. Table 1's run may be self or none.
+    tau_b: float = 0.05   # temperature of the targets, > 0. Below tau it sharpens them (3.4, F)
+    sinkhorn_iters: int = 3  # Sinkhorn iterations of the targets, > 0 (authors' bam_loss.py:34)
+    # similarities of views of one image. exclude: they are left out. zero: they are 0 (Eq. 3).
+    # none: they are kept. self: 0 for a view with itself, others kept. Table 1: maybe self or none
     mask: Literal["exclude", "zero", "self", "none"] = "exclude"
-    teacher: bool = True  # use a teacher, a moving average of the network, for targets (App. C)
-    ema: float = 0.995    # first momentum of the teacher, <= 1, rises to 1 (main_pretrain.py:99)
-    # representation of an image: [CLS] (App. C), or gap, the mean of all tokens (ResNet-50)
+    teacher: bool = True  # compute targets by a teacher, a moving average of the network (App. C)
+    ema: float = 0.995    # first momentum of the teacher, <= 1. The last is 1 (main_pretrain.py:99)
+    # representation of an image. cls: [CLS] (App. C). gap: the mean of all tokens (ResNet-50)
     readout: Literal["cls", "gap"] = "cls"
     projector_width: int = 4096  # width of the projector's two hidden layers, > 0 (App. C)
     projector_dim: int = 4096  # width of the projector's output, the latents, > 0 (App. C)
-    batch_norm: bool | None = None  # BatchNorm in the projector; None: without a teacher (App. C)
-    activation: Literal["gelu", "relu"] = "gelu"  # in the projector; relu for ResNet-50 (App. C)
+    batch_norm: bool | None = None  # BatchNorm in the projector. None: if no teacher (App. C)
+    activation: Literal["gelu", "relu"] = "gelu"  # of the projector. ResNet-50 has relu (App. C)
 
 
 # Below the core: in_fp32, Gather, image_ids, in_parts, entropy, BatchNorm, mean_cosine,
@@ -517,23 +517,27 @@ class Settings(Config):
     """All flags of this method. Model reads those of Config, Ablation also target, normalization,
     FullModel.boxes crop_threshold. train.py alone reads the others (views, box_refreshes)."""
 
-    # targets of the loss: balanced (Eq. 4), plain softmax (Eq. 2), or one-hot as SimCLR's (App. H);
-    # moco: loss and heads of MoCo-v3, whose settings are in the presets moco-...
+    # targets of the loss. balanced: Eq. 4. softmax: Eq. 2. onehot: as in SimCLR (App. H). moco: the
+    # loss and the heads of MoCo-v3, with the presets moco-s16, moco-b16 and moco-r50
     target: Literal["balanced", "softmax", "onehot", "moco"] = "balanced"
-    # softmax and Sinkhorn over all similarities (Sec. 3.1), or per block of two views (Table 1)
+    # what softmax and Sinkhorn normalise. global: all similarities (Sec. 3.1). block: the
+    # similarities of each two views by themselves (Table 1)
     normalization: Literal["global", "block"] = "global"
-    local_crops: int = 6  # number of small views, added to two large views (Sec. 3.5)
+    local_crops: int = 6  # number of small views. There are two large views (Sec. 3.5)
     local_size: int = 96  # side of a small view in pixels, > 0 (authors' main_pretrain.py:133)
-    # least image fraction in a small view, > 0, <= 1 (authors' main_pretrain.py:132)
+    # smallest area of a view / area of its image, > 0, <= 1 (authors' main_pretrain.py:132)
     crop_least: float = 0.05
-    # largest image fraction in a small view, least in a large view, > 0, <= 1 (vit_small.slurm:60)
+    # area of a view / area of its image, > 0, <= 1, which is the largest for a small view and the
+    # smallest for a large view (vit_small.slurm:60)
     crop_border: float = 0.25
-    contrastive_crop: bool = True  # ContrastiveCrop: crop where the [CLS] token attends (App. G)
-    crop_start: int = 12_512  # first step with ContrastiveCrop; the paper: after 40 epochs (App. G)
-    crop_every: int = 6_256  # steps between updates of crop boxes, > 0; paper: 20 epochs (App. G)
-    # scaled attention, <= 1, above which a pixel lies in the crop box (arXiv 2202.03278)
+    contrastive_crop: bool = True  # crop where [CLS] attends, by ContrastiveCrop (App. G)
+    crop_start: int = 12_512  # first step with ContrastiveCrop, after 40 epochs in App. G
+    crop_every: int = 6_256  # steps between updates of crop boxes, > 0, 20 epochs in App. G
+    # threshold of ContrastiveCrop, <= 1. The crop box holds the pixels with a larger attention,
+    # divided by the largest attention (arXiv 2202.03278)
     crop_threshold: float = 0.1
-    # alpha > 0 of Beta(alpha, alpha), which draws the centres of crops in a box (arXiv 2202.03278)
+    # alpha of ContrastiveCrop, > 0. Beta(alpha, alpha) draws the centres of crops in their box
+    # (arXiv 2202.03278)
     crop_alpha: float = 0.6
 
 
@@ -909,18 +913,20 @@ def moco_weights(encoder):
 
 @dataclass
 class ClassifierConfig:
-    # FILE with the class names of shards, one a line, label 0 first; class folders and shapes have
-    # names of their own
+    # FILE of class names for shards, one name a line. The first line names label 0. Class folders
+    # and shapes have names of their own
     classes: list | None = None
-    # labels to train on: a fraction of each class, in (0, 1], or a FILE of image names
+    # labels to train on: a fraction of each class in (0, 1], or a FILE of image names. Without this
+    # flag all labels
     label_fraction: str | None = None
-    smoothing: float = 0.1  # amount of label smoothing, < 1 (0.1 in DeiT's code)
-    mixup: float = 0.8  # alpha of MixUp; 0: no MixUp (0.8 in DeiT's code)
-    cutmix: float = 1.0  # alpha of CutMix; 0: no CutMix (1.0 in DeiT's code)
-    # RandAugment: two operations on each image, with magnitude 9 of 10 (DeiT's code)
+    smoothing: float = 0.1  # label smoothing, < 1, 0.1 in DeiT's code
+    mixup: float = 0.8  # alpha of MixUp, 0.8 in DeiT's code. With 0 there is no MixUp
+    cutmix: float = 1.0  # alpha of CutMix, 1.0 in DeiT's code. With 0 there is no CutMix
+    # use RandAugment: two operations on each image, of magnitude 9 of 10, as in DeiT's code
     rand_augment: bool = True
-    erasing: float = 0.25  # probability, <= 1, to erase a rectangle of an image (0.25 in DeiT)
-    # stochastic depth of the ViT, < 1; replaces drop_path of --image-encoder (0.1 in DeiT's code)
+    erasing: float = 0.25  # probability, <= 1, to erase a rectangle of an image, 0.25 in DeiT
+    # stochastic depth of the ViT, < 1, 0.1 in DeiT's code. This flag replaces drop_path of
+    # --image-encoder
     drop_path: float = 0.1
 
 

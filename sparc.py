@@ -57,15 +57,15 @@ from torch.utils.checkpoint import checkpoint
 class Config:
     embed_dim: int = 512         # width of the shared embedding space, > 0 (Sec. D.1)
     lambda_g: float = 0.5        # weight of the global loss L_g (Eq. 7, Sec. D.4)
-    lambda_f: float = 1.0        # weight of the fine-grained loss L_f; 0.5, 1, 5, 10 in D.4
-    # sigma of Eq. 3, <= 1: lower scaled similarities get weight 0. None (no flag): 1 / P
+    lambda_f: float = 1.0        # weight of the fine-grained loss L_f. D.4 tries 0.5 to 10
+    # threshold sigma of the scaled similarities (Eq. 3), <= 1. None: 1 / P, P the number of patches
     sigma: float | None = None
     init_scale: float = 1 / 0.07  # 1 / temperature at the start of training, > 0 (CLIP, Sec. 2.5)
-    # weights of patches: sparse (Eq. 2-4), dense (no threshold), or softmax (Table 8)
+    # how a word weights patches: sparse (Eq. 2-4), dense (no threshold), or softmax (Table 8)
     align: Literal["sparse", "dense", "softmax"] = "sparse"
-    # layer before the global image embedding: plain h_v(x) (Sec. 2), or residual x + h_v(x)
+    # layer before the global image embedding. plain: h_v(x) (Sec. 2). residual: x + h_v(x)
     h_v: Literal["plain", "residual"] = "plain"
-    # L_f is a mean over the words of each caption, as in Eq. 6, or of the batch, as in listing 1
+    # which words L_f averages first. caption: those of a caption (Eq. 6). batch: all (listing 1)
     token_mean: Literal["caption", "batch"] = "caption"
 
 
@@ -464,7 +464,7 @@ def checked_mask(mask, shape):
 class Settings(Config):
     """All flags of this method. Model reads those of Config, Baseline reads all."""
 
-    # training objective: SPARC's (Eq. 7) or a baseline's (Sec. 4)
+    # training objective: that of SPARC (Eq. 7), or that of a baseline (Sec. 4)
     objective: Literal["sparc", "clip", "filip", "clip+filip", "pacl", "gloria", "mgca"] = "sparc"
     filip_keep: float = 0.2      # FILIP: fraction of kept tokens and patches, > 0, <= 1 (D.4)
     mgca_prototypes: int = 500   # MGCA: number of prototypes, > 0 (Sec. D.4)
@@ -937,8 +937,8 @@ def share_on(mask, weights):
 
 @dataclass
 class DetectorConfig:
-    embed_dim: int = 512  # width of the embeddings, > 0; it is that of the run
-    # stochastic depth of the ViT, < 1; replaces drop_path of --image-encoder
+    embed_dim: int = 512  # width of the embeddings, > 0. The fine-tuned run gives it
+    # stochastic depth of the ViT, < 1. This flag replaces drop_path of --image-encoder
     drop_path: float = 0.2
 
 

@@ -58,11 +58,11 @@ from torch import nn
 
 @dataclass(kw_only=True)
 class Config:
-    L: int = 128                   # number of slots, > 0; 64 on Conceptual Captions, DINO (Sec. 4)
+    L: int = 128                   # number of slots, > 0. Most presets have 64 (Sec. 4)
     V: int = 64                    # width of a slot, > 0 (Sec. 4)
     D: int = 64                    # width of a slot's query and keys, > 0 (Sec. 3.2)
     grp_size: int = 1              # number of slots that share one key projection, > 0 (App. A)
-    init_scale: float = 1 / 0.07   # initial 1 / temperature of CLIP's loss, > 0 (CLIP, Sec. 2.5)
+    init_scale: float = 1 / 0.07   # first 1 / temperature of CLIP's loss, > 0 (CLIP, Sec. 2.5)
 
 
 # Below the core: in_fp32, Gather, own_columns, after_end, Keys, and what refuses wrong
@@ -401,15 +401,18 @@ class Settings(Config):
     train.py alone reads replace_block (blocks_left_out), local_crops, local_size, crop_least and
     crop_border (views)."""
 
-    objective: Literal["clip", "dino"] = "clip"  # training loss, CLIP's or DINO's (Sec. 3.3, 3.4)
-    # how an encoder's outputs become an encoding; cls: CLIP, gap: CLIP+GAP (Sec. 4, 5.3, B.2)
+    objective: Literal["clip", "dino"] = "clip"  # training loss: CLIP's (Sec. 3.3), DINO's (3.4)
+    # how the outputs of an encoder become an encoding (Sec. 4, 5.3, B.2). sparo: slots. cls: one
+    # token, as in CLIP. gap: the mean of the tokens, as in CLIP+GAP. attpool: attention pooling.
+    # bottleneck: CLIP with a narrow layer before the encoding. fdt: weights of learned codes
     readout: Literal["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"] = "sparo"
-    replace_block: bool = True     # let SPARO replace the last block of each encoder (Sec. 4)
-    # width of the encoding with --readout cls, gap, bottleneck or fdt, > 0 (M in Sec. 3.1)
+    replace_block: bool = True     # use SPARO in place of the last block of each encoder (Sec. 4)
+    # width M of the encoding with --readout cls, gap, bottleneck or fdt, > 0 (Sec. 3.1)
     embed_dim: int = 512
     bottleneck: int = 64           # width m of the layer that --readout bottleneck adds, > 0 (B.2)
     codes: int = 16384             # number of codes of --readout fdt, > 0 (App. B.2)
-    # multi: a linear layer mixes the heads of --readout attpool, separate: none does (Table 6)
+    # heads of --readout attpool (Table 6). multi: a linear layer mixes the heads. separate: no
+    # layer mixes the heads
     heads: Literal["separate", "multi"] = "multi"
     slot_norm: bool = False        # normalise the slots of --readout attpool one by one (Table 6)
     slot_projection: bool = False  # project the slots of --readout attpool one by one (Table 6)
@@ -419,12 +422,13 @@ class Settings(Config):
     student_temp: float = 0.1      # DINO: temperature tau_s of the student's outputs, > 0 (C.2)
     teacher_temp: float = 0.04     # DINO: temperature tau_t of the teacher's outputs, > 0 (C.2)
     center_momentum: float = 0.9   # DINO: momentum of the center c of the outputs, <= 1 (App. C.2)
-    ema: float = 0.996             # DINO: first momentum of the teacher, <= 1, rises to 1 (C.2)
-    freeze_last: int = 0           # DINO: number of steps before the last layer trains (App. C.2)
-    local_crops: int = 8           # DINO: number of small views, beside two large ones (App. C.2)
+    ema: float = 0.996             # DINO: first momentum of the teacher, <= 1. The last is 1 (C.2)
+    freeze_last: int = 0           # DINO: steps before the head's last layer trains (App. C.2)
+    local_crops: int = 8           # DINO: number of small views. There are two large views (C.2)
     local_size: int = 96           # DINO: height and width of a small view in pixels, > 0 (C.2)
-    crop_least: float = 0.05       # DINO: least image fraction in a small view, > 0, <= 1 (C.2)
-    # DINO: largest image fraction in a small view, least in a large one, > 0, <= 1 (App. C.2)
+    crop_least: float = 0.05       # DINO: smallest area of a view / of its image, > 0, <= 1 (C.2)
+    # DINO: area of a view / area of its image, > 0, <= 1, which is the largest for a small view and
+    # the smallest for a large view (App. C.2)
     crop_border: float = 0.4
 
 

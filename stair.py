@@ -48,12 +48,12 @@ from torch import nn
 
 @dataclass(kw_only=True)
 class Config:
-    lambda_image: float = 1e-3    # weight of the images' FLOPs loss (Eq. 7; Sec. 6.3: 1e-4 to 1e-2)
-    lambda_text: float = 1e-3     # weight of the captions' FLOPs loss, as in Eq. 7
-    ramp: float = 0.5             # fraction of a stage in which both lambdas grow, <= 1 (4.2; ours)
-    # last stage in which inactive words of a caption get a gradient, 0 for no stage (ours)
+    lambda_image: float = 1e-3    # weight of the images' FLOPs loss (Eq. 7), 1e-4 to 1e-2 in 6.3
+    lambda_text: float = 1e-3     # weight of the captions' FLOPs loss (Eq. 7)
+    ramp: float = 0.5             # fraction of a stage in which lambdas grow from 0, <= 1 (ours)
+    # last stage in which words of a caption with weight 0 get a gradient (ours). 0: in no stage
     revive_until: int = 3
-    init_scale: float = 1 / 0.07  # initial 1 / T of the contrastive loss, > 0 (Eq. 3; CLIP, 2.5)
+    init_scale: float = 1 / 0.07  # first 1 / T of the contrastive loss, > 0 (Eq. 3; CLIP, 2.5)
 
 
 # Below the core: in_fp32, Gather, own_columns, streamed, as_bools, continue_stage, and
@@ -465,11 +465,11 @@ def checked_mask(mask, shape):
 class Settings(Config):
     """All flags of this method. Model reads those of Config, train.py alone the others (stages)."""
 
-    stages: Literal["three", "single"] = "three"  # three stages (Sec. 3), or only the last (App. A)
+    stages: Literal["three", "single"] = "three"  # all stages (Sec. 3), or the last (App. A)
     share_1: float = 0.25         # fraction of --steps for stage 1, <= 1 (Sec. 4.2)
-    share_2: float = 0.25         # fraction for stage 2, <= 1; stage 3 has the rest (Sec. 4.2)
-    lr_2: float = 1.0             # peak learning rate of stage 2, as a multiple of --lr (Sec. 4.2)
-    lr_3: float = 0.1             # peak learning rate of stage 3, as a multiple of --lr (Sec. 4.2)
+    share_2: float = 0.25         # fraction of --steps for stage 2, <= 1. Stage 3 has the rest
+    lr_2: float = 1.0             # peak learning rate of stage 2, divided by --lr (Sec. 4.2)
+    lr_3: float = 0.1             # peak learning rate of stage 3, divided by --lr (Sec. 4.2)
 
 
 # Sec. 4.2: 300,000 + 300,000 + 600,000 steps, and BERT's 30,522 tokens (--vocab FILE). beta2 and
