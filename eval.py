@@ -1,9 +1,9 @@
 """Evaluate trained runs: `python eval.py RUN [RUN ...] --task zeroshot,retrieval --data SPEC`.
 
-The command prints a table of metrics, draws pictures into RUN and appends the metrics to
-RUN/evals.jsonl. Without --data the command repeats the evaluation that ended the training, and
-writes RUN/eval.json again. Several runs are evaluated one after the other. `torchrun
---nproc_per_node=8 eval.py RUN ...` divides the images and captions among 8 GPUs.
+The command prints a table of metrics and draws pictures into RUN. It appends the metrics to
+RUN/evals.jsonl. Without --data it repeats the evaluation that ended the training, and writes
+RUN/eval.json again. Several runs are evaluated one after the other. `torchrun --nproc_per_node=8
+eval.py RUN ...` divides the images and captions among 8 GPUs.
 
 A map of the sections:
 
@@ -732,76 +732,87 @@ class Flags:
     """The flags of eval.py. The comment behind a field, or above it, is the help of its flag."""
 
     # data to evaluate on: a SPEC of train.py, or a directory in the layout of CLIP_benchmark,
-    # Pascal VOC, DAVIS 2017, Winoground or SugarCrepe; without it the run's --eval-data, or its
-    # --data
+    # Pascal VOC, DAVIS 2017, Winoground or SugarCrepe. Without --data the data are --eval-data of
+    # the training or, if the training had none, --data of the training
     data: list[str] | None = None
-    # directory that the file names of --data are relative to; without it the FILE's directory, or
-    # DIR/images for Winoground
+    # directory of the image files that --data names by relative paths. Without --image-root the
+    # paths are relative to the directory of the FILE, or to DIR/images for Winoground
     image_root: str | None = None
-    # split of --data, if the data have splits; without it test, or val for Pascal VOC and DAVIS
+    # split of --data, if the data have splits. Without --split the split is val for Pascal VOC and
+    # DAVIS, and test for other data
     split: str | None = None
-    # largest number of samples for each task and picture: random samples of class folders and
-    # labelled shards, else the first samples; without it all of --data; without --data, 1,000 to
-    # evaluate and 20,000 to learn from
+    # largest number of samples for each task and picture. The samples of class folders and of
+    # labelled shards are random. Other data give their first samples. Without --limit all samples
+    # of --data are used. Without --limit and --data, 1,000 samples are evaluated, and k-NN and
+    # probes learn from 20,000 samples
     limit: int | None = None
-    # file of class names, one a line: line i (from 0) names the sorted folder i, or label i of
-    # shards; if the lines are the folders' names in another order, line i is the folder of label i
-    # in the shards of --train-data
+    # file of class names, one name a line. For class folders, the first line names the first folder
+    # in sorted order. For shards, the first line names label 0. If the lines are the names of the
+    # class folders in another order, line i (from 0) names label i in the shards of --train-data
     classes: str | None = None
-    # zero-shot prompts, in which {} stands for the name of a class and {a} for the name with its
-    # article; or one file of prompts, one a line
+    # prompts for zero-shot classification, or one file with a prompt on each line. {} in a prompt
+    # stands for the name of a class. {a} stands for the name with its article
     templates: list[str] | None = None
-    # words to put before each caption in retrieval; "a photo of" in STAIR (Sec. 4.3)
+    # words to put before each caption in retrieval. STAIR has "a photo of" (Sec. 4.3)
     caption_prefix: str | None = None
-    # file of nouns and adjectives, one a line, for K-Pna, the K-Precision of these words (SPARC,
-    # Sec. 4.4); shapes need none
+    # file of nouns and adjectives, one word a line. Retrieval then also measures K-Pna, the
+    # K-Precision of these words (SPARC, Sec. 4.4). shapes needs no file
     nouns_adjectives: str | None = None
 
-    # comma-separated names of tasks and pictures, see the end of this help; without names, the
-    # usual tasks (as at the end of a training) and every picture that data and model allow
+    # names of tasks and pictures, joined by commas. The end of this help lists the names. Without
+    # --task the tasks are those that run at the end of a training. All pictures that fit the data
+    # and the model are then drawn
     task: str | None = None
-    # images with classes on which the task `slots` ranks the slots (SPARO, Sec. 5.1: ImageNet's
-    # validation images), or SugarCrepe's files on which the task `masks` trains the masks
-    # (Sec. 5.2); both tasks need --select unless --data is shapes; a directory in CLIP_benchmark's
-    # layout is DIR:split=NAME, without a name its split train
+    # data for the tasks `slots` and `masks`, which need --select unless --data is shapes. Task
+    # `slots` ranks the slots on these images with classes (SPARO, Sec. 5.1, has ImageNet's
+    # validation images). Task `masks` trains the masks on these SugarCrepe files (Sec. 5.2). A
+    # directory in CLIP_benchmark's layout is DIR:split=NAME. Without :split=NAME the split is train
     select: str | None = None
-    # directory that the file names of --select are relative to
+    # directory of the image files that --select names by relative paths
     select_root: str | None = None
 
-    # images that k-NN and probes learn from: class folders, or shards with labels; without it the
-    # split train of --data, or the data that the run was trained on
+    # images that k-NN and probes learn from: class folders, or shards with labels. Without
+    # --train-data they learn from the split train of --data. If --data has no such split, they
+    # learn from the training data of the run
     train_data: str | None = None
-    # share of the labels of each class that k-NN and probes learn from, or a file of image names,
-    # one a line; without it all labels
+    # labels that k-NN and probes learn from: a fraction of each class, or a file with an image name
+    # on each line. Without --label-fraction they learn from all labels
     label_fraction: str | None = None
-    # training of the linear probe: adamw follows SPARO (C.1), sgd follows BAM (D.1), lbfgs is the
-    # logistic regression of BAM's transfer (D.3); without it the run's --probe
+    # how the linear probe is trained. adamw: as in SPARO (C.1). sgd: as in BAM (D.1). lbfgs: by
+    # logistic regression, as in the transfer learning of BAM (D.3). Without --probe the value is
+    # that of the training
     probe: Literal["adamw", "sgd", "lbfgs"] | None = None
-    # learning rate of the probe sgd, which then learns from all training images (BAM, Table 9b:
-    # .002 for ViT, .3 for ResNet-50); without it a tenth of the images chooses among five rates
+    # learning rate of --probe sgd. BAM has .002 for ViT and .3 for ResNet-50 (Table 9b). With
+    # --probe-lr the probe learns from all training images. Without --probe-lr it learns from nine
+    # tenths with five rates, and takes the rate that is best on the last tenth
     probe_lr: float | None = None
 
-    # search the images of --data instead of evaluating: a query is a caption or, for STAIR, words
-    # with AND, OR, NOT and parentheses (STAIR, App. D); each call encodes all images, so give
-    # several queries at once
+    # queries, for which the command searches the images of --data instead of evaluating. A query is
+    # a caption. For STAIR a query may also be words with AND, OR, NOT and parentheses (App. D).
+    # Each command encodes all images, so give several queries to one command
     query: list[str] | None = None
 
-    # instead of evaluating, draw the weights of this image's patches for each word of --caption
-    # (SPARC, STAIR) or for each slot (SPARO)
+    # path of an image to draw instead of evaluating. For SPARC and STAIR the picture shows how each
+    # word of --caption weights the patches. For SPARO it shows how each slot weights the patches
     image: str | None = None
-    caption: str | None = None  # the caption of --image
+    caption: str | None = None  # caption of --image
 
-    # file in RUN with the weights to evaluate, for example step-10000.pt or STAIR's stage-1.pt
+    # file in RUN with the weights to evaluate, for example step-10000.pt, or stage-1.pt of STAIR
     checkpoint: str = "last.pt"
-    # file to write the image encoder to, under timm's parameter names, instead of evaluating
+    # new file for the weights of the image encoder, under the parameter names of timm. The command
+    # writes this file instead of evaluating
     export: str | None = None
 
-    # number of threads that read images; without it the run's --workers, but at least 8, or the
-    # cores if they are fewer
+    # number of threads that read images. Without --workers the number is that of the training. If
+    # that is less than 8, the number is 8, or the number of CPU cores if there are fewer
     workers: int | None = None
-    batch: int = 256  # number of images or captions that are encoded at a time; without it 256
-    device: str | None = None  # cpu, cuda, cuda:1, ...; without it cuda if there is a GPU, else cpu
-    # precision of the encoders; bf16 is faster on a GPU, and changes the figures a little
+    # number of images or captions that are encoded at a time. Without --batch the number is 256
+    batch: int = 256
+    # torch device, for example cpu, cuda or cuda:1. Without --device the command uses a GPU, or the
+    # CPU if there is no GPU
+    device: str | None = None
+    # precision of the encoders. bf16 is faster on a GPU, and changes the metrics a little. Without
+    # --amp the precision is fp32 (off)
     amp: Literal["bf16", "off"] = "off"
 
     @property
@@ -1520,7 +1531,7 @@ def accuracies(task, data, predicted, ids, classes=slice(None)):
 
 
 def zeroshot(embedder, data, options):
-    """Zero-shot accuracy (CLIP): top-1, and top-5 if there are more than five classes.
+    """Top-1 accuracy of zero-shot classification (CLIP), and top-5 for more than five classes.
 
     `mean_per_class_recall` is the accuracy within each class, averaged over the images' classes."""
     x, ids = encode_labelled(embedder, data.labelled("zeroshot"))
@@ -1539,7 +1550,7 @@ def caption_words(*captions):
 
 
 def retrieval(embedder, data, options):
-    """Recall at 1, 5, 10: images find captions (i2t), captions find images (t2i).
+    """Recall at 1, 5 and 10 of captions for an image (i2t) and of images for a caption (t2i).
 
     Every caption is a query. faithfulness/K-P is the K-Precision (SPARC, Sec. 4.4) of the caption
     that is nearest to each image. STAIR (Sec. 4.3) uses --caption-prefix "a photo of". If the data
@@ -1592,7 +1603,7 @@ def negative_pairs(embedder, data):
 
 
 def negatives(embedder, data, options):
-    """Share of captions that score strictly higher than their hard negative (SugarCrepe).
+    """Share of captions that score strictly higher than their wrong variant (SugarCrepe).
 
     There is a metric for each kind of negative, and the mean over kinds."""
     kinds, x, right, wrong = negative_pairs(embedder, data)
@@ -1603,7 +1614,7 @@ def negatives(embedder, data, options):
 
 
 def winoground(embedder, data, options):
-    """Winoground's text, image and group score: two captions of the same words, two images.
+    """Text, image and group score on two images and two captions of equal words (Winoground).
 
     Raises UserError if there is no example whose two images can be read."""
     x, values = embedder.encode_pairs(data.examples())
@@ -1622,7 +1633,7 @@ def winoground(embedder, data, options):
 
 
 def knn(embedder, data, options):
-    """Accuracy of the 20 nearest neighbours by image encodings (DINO; SPARO, Table 3)."""
+    """Accuracy of a vote of the 20 nearest training images (DINO; SPARO, Table 3)."""
     encode = embedder.model.encode_image
     x, ids = encode_labelled(embedder, data.learn(), encode)
     test, labels = encode_labelled(embedder, data.labelled("test"), encode)
@@ -1663,7 +1674,7 @@ def random_view(embedder):
 
 
 def linear(embedder, data, options):
-    """Accuracy of a linear probe on the features that the method's paper probes, see --probe.
+    """Accuracy of a linear probe on the features that the paper of the method probes.
 
     The result also has the setting that the probe chose by itself."""
     pairs, device = data.learn, embedder.device
@@ -1708,7 +1719,7 @@ def patch_classes(embedder, data):
 
 
 def segmentation(embedder, data, options):
-    """Zero-shot segmentation: mean IoU of the classes in the true map (SPARC, D.7).
+    """Mean IoU of zero-shot segmentation, over the classes in the true map (SPARC, D.7).
 
     The paper has no class for the background, and we have none. So a background pixel is predicted
     as some class, and lowers the IoU of this class in `miou`. `miou_fg` ignores background pixels.
@@ -1756,7 +1767,7 @@ def weights_on_objects(task, embedder, data, words_of):
 
 
 def alignment(embedder, data, options):
-    """Whether a word gives its weights to the objects that it names (SPARC)."""
+    """Weight of a word on the objects that it names, divided by its weight on objects (SPARC)."""
     return weights_on_objects("alignment", embedder, data, maps_of_words)
 
 
@@ -1776,11 +1787,10 @@ def headlines(embedder, data, options, tasks=("zeroshot", "retrieval", "negative
 
 
 def slots(embedder, data, options):
-    """Post-hoc concept selection: subsets of the slots, ranked on --select (SPARO, Sec. 5.1).
+    """Metrics with the best slots alone, which --select chooses (SPARO, Sec. 5.1).
 
-    Each slot alone classifies the images of
-    --select, and the slots are ranked by this zero-shot accuracy. Then subsets of the slots are
-    evaluated on --data."""
+    Each slot alone classifies the images of --select. The slots are ranked by this zero-shot
+    accuracy. Then subsets of the slots are evaluated on --data."""
     needed = "class folders to rank the slots on"
     selection = open_selection(options, data, "slots", "zeroshot", needed)
     pairs = selection.labelled("slots")
@@ -1821,14 +1831,14 @@ def words_of_slots(embedder, image, caption):
 
 
 def slot_alignment(embedder, data, options):
-    """Whether a slot's brightest patch shows the objects that the slot's word names (SPARO).
+    """Share of the objects in a slot's brightest patch that the word of the slot names (SPARO).
 
     Only the slots that can be interpreted count, see attention_of_slots."""
     return weights_on_objects("slot_alignment", embedder, data, words_of_slots)
 
 
 def masks(embedder, data, options):
-    """Masks of encodings, trained on the hard negatives of --select (SPARO, Sec. 5.2, Table 5).
+    """Metrics with masks of encodings, which are trained on --select (SPARO, Sec. 5.2, Table 5).
 
     One mask has a weight for each slot, the other has a weight for each dimension.
 
@@ -1892,7 +1902,7 @@ def vocabulary_scores(embedder, x):
 
 
 def words(embedder, data, options):
-    """How often the label of an image is among its k best words (STAIR, Table 4).
+    """How often the label of an image is among the k best words of the image (STAIR, Table 4).
 
     An image of the world has two labels, its colour and its shape. There `words` counts the label
     with the better rank."""
@@ -1911,14 +1921,14 @@ def words(embedder, data, options):
 
 
 def textfree(embedder, data, options):
-    """Zero-shot and retrieval with a bag of words as a text's encoding (STAIR, Table 5)."""
+    """Zero-shot accuracy and recall if a text is encoded as a bag of words (STAIR, Table 5)."""
     embedder = dataclasses.replace(embedder, text_free=True)
     found = headlines(embedder, data, options, ("zeroshot", "retrieval"))
     return {f"textfree/{key}": value for key, value in found.items()}
 
 
 def sparsity(embedder, data, options):
-    """Mean number of active words (non-zeros) in STAIR's encodings of 500 images and captions."""
+    """Mean number of words with a weight in the encodings of 500 images and captions (STAIR)."""
     images, captions = take(embedder, data, 500)
     x = embedder.encode_batches(images.split(embedder.chunk))
     return {"active/image": (x != 0).flatten(1).sum(1),
@@ -1931,7 +1941,7 @@ def sparsity(embedder, data, options):
 
 
 def video(embedder, data, options):
-    """J and F of objects that are followed through a video (BAM, Table 6).
+    """Region score J and contour score F of objects followed through a video (BAM, Table 6).
 
     J, F and their mean are reported for each T, the number of last frames that a frame gets its
     labels from. They are means over the objects of all videos. video/pixels/... is the same with
@@ -2017,7 +2027,7 @@ def query_embeddings(embedder, data):
 
 
 def detection(embedder, data, options):
-    """AP of boxes (COCO, LVIS): the mean over ten IoUs and over the classes with a true box.
+    """AP of detected boxes: the mean over ten IoUs and over classes with a true box (COCO, LVIS).
 
     The IoUs are .5 to .95. AP_rare is the mean over the rare classes of LVIS. On shapes the
     pairs of colour and shape that the training images never show are rare.
@@ -2232,7 +2242,7 @@ def draw_pair(embedder, image, caption):
 
 
 def draw_word_maps(embedder, data):
-    """The patches of at most eight words of a caption (SPARC, Eq. 4; STAIR, Fig. 10)."""
+    """Which patches SPARC aligns with each word of a caption, for eight words at most (Eq. 4)."""
     rows = []
     for image, caption in zip(*take(embedder, data, 8)):
         complete = set(caption_words(caption))  # a token may be a piece of a word
@@ -2244,8 +2254,13 @@ def draw_word_maps(embedder, data):
     return lit_sheet(title, note, rows)
 
 
+def draw_queries(embedder, data):
+    """Which patches STAIR scores highest for each word of a caption (Fig. 10)."""
+    return draw_word_maps(embedder, data)
+
+
 def draw_segmentation(embedder, data):
-    """Which patches are predicted as each class of the true map (SPARC, Fig. 3)."""
+    """Which patches zero-shot segmentation gives to each class of the true map (SPARC, Fig. 3)."""
     classes, rows = patch_classes(embedder, data), []
     for image, truths in itertools.islice(data.maps("segmentation"), 8):
         patches = embedder.encode_batches([image[None]], embedder.model.encode_patches)[0]
@@ -2262,7 +2277,7 @@ def draw_segmentation(embedder, data):
 
 
 def draw_slots(embedder, data):
-    """Which words and patches single slots attend to (SPARO, Sec. 5.4).
+    """Which word and which patches each slot attends to (SPARO, Sec. 5.4).
 
     As in the paper, the rows show slots that attend sharply to a word, and no two slots that attend
     to the same words.
@@ -2323,7 +2338,7 @@ def draw_words(embedder, data):
 
 
 def draw_heads(embedder, data):
-    """The attention of [CLS] in the last block: the mean over heads and each head (BAM, Fig. 5).
+    """Which patches each head of the last block attends to from [CLS] (BAM, Fig. 5).
 
     Image files are read at 512 / 224 of the run's image size: at 512 pixels, as in the figure, for
     a model of 224."""
@@ -2384,7 +2399,7 @@ PICTURES = {
     "alignment": Row(draw_word_maps, IMAGES, "align_words", ("classes",)),
     "slots": Row(draw_slots, IMAGES, "slots", ("classes",)),
     "words": Row(draw_words, IMAGES, "image_encoding", ("classes",)),
-    "queries": Row(draw_word_maps, IMAGES, "word_maps", ("classes",)),
+    "queries": Row(draw_queries, IMAGES, "word_maps", ("classes",)),
     "segmentation": Row(draw_segmentation, ("maps",), "encode_patches", PROMPTS),
     "heads": Row(draw_heads, IMAGES, "head_maps"),
     "samples": Row(draw_samples, IMAGES, "encode_text", ("classes",)),
@@ -2756,7 +2771,7 @@ def parse_args(argv=None):
                            description=__doc__.partition("\n\nA map")[0],
                            epilog=f"tasks:\n{list_rows(TASKS)}\n\npictures:\n{list_rows(PICTURES)}")
     parser.add_argument("runs", nargs="+", metavar="run", type=os.path.normpath,  # a and a/
-                        help="directory of a run of train.py")
+                        help="directory of a run that train.py has trained")
     common.add_flags(parser, Flags, GROUPS, "data")
     given = vars(parser.parse_args(argv))
     return given.pop("runs"), given
