@@ -27,7 +27,6 @@ ModelDefaults.
 
 import argparse
 import ast
-import collections
 import contextlib
 import csv
 import dataclasses
@@ -61,7 +60,7 @@ import unicodedata
 import warnings
 import zipfile
 import zlib
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin
@@ -1575,6 +1574,12 @@ def total_skipped(parts):
     return total
 
 
+def skipped_by(positions):
+    """The "position" of batches, see Stream -> what the workers have skipped so far, {problem:
+    [count, last example]}. A World's workers skip nothing."""
+    return total_skipped(counts for position in positions.values() for counts in position[2:])
+
+
 def describe_skipped(counts):
     """{problem: [count, last example]} -> "2 x empty caption, the last a.csv, line 3; ..."."""
     return "; ".join(f"{n} x {problem}, the last {example}"
@@ -1775,7 +1780,7 @@ class TarShards:
         A sample cannot leave before a place that is `span` bytes ahead of it."""
         epoch, number, leaves, place = start
         while True:
-            delivered, places, held = (leaves, number), collections.deque([place]), []
+            delivered, places, held = (leaves, number), deque([place]), []
             read, n, *opened = place
             draw = random.Random(mix_seed(seed, epoch, part, n))
             order = np.random.default_rng((seed, epoch)).permutation(len(self.paths))[part::parts]
@@ -1809,8 +1814,7 @@ class TarShards:
         """Yield read_sample's results for each key of the shards `order`, with the next shard to
         open and (shard, offset) of each open shard, from which the reading can continue. Four
         shards are open, and give a key in turn. An empty list ends the epoch."""
-        shards = collections.deque((i, start, read_keys(self.paths[order[i]], start))
-                                   for i, start in opened)
+        shards = deque((i, start, read_keys(self.paths[order[i]], start)) for i, start in opened)
         while shards or following < len(order):
             if len(shards) < self.together and following < len(order):
                 shards.append((following, 0, read_keys(self.paths[order[following]])))
@@ -2534,8 +2538,8 @@ class Stream(IterableDataset):
         "captions"           the B captions as they were written, with a tokenizer
         "labels"             (B,) if the source has labels; (B, C), shares, if Augment mixes
         "samples"            (B,), a number that identifies each sample
-        "skipped"            {worker: {problem: [count, last example]}}
-        "position"           {worker: (messages, position in the source, skipped)}
+        "position"           {worker: (messages, position in the source, what was skipped so far:
+                             {problem: [count, last example]})}
 
     Raises UserError if the data have fewer images or shards than there are workers, or if too many
     samples in a row cannot be used.
@@ -2588,8 +2592,7 @@ class Stream(IterableDataset):
             if len(samples) == (self.batch_size + place) // self.parts:
                 sent += 1
                 after = sent, position, dict(skipped)
-                yield self.collate(samples) | {"position": {worker: after},
-                                               "skipped": {worker: dict(skipped)}}
+                yield self.collate(samples) | {"position": {worker: after}}
                 samples = []
 
     def load(self, sample):
@@ -2611,7 +2614,7 @@ class Stream(IterableDataset):
         return sample._replace(file=self.transform(found.file, *known))
 
     def collate(self, samples):
-        """Loaded samples -> a part of a batch without "skipped" and "position"."""
+        """Loaded samples -> a part of a batch without "position"."""
         images, values, names, numbers, *_ = zip(*samples)
         if isinstance(self.transform, Views):
             part = {"views": [torch.stack(column) for column in zip(*images)]}
@@ -2648,7 +2651,7 @@ class Stream(IterableDataset):
 
     def joined(self, name, values):
         """What the parts of a batch have by one name -> what the batch has by it."""
-        if name in ("position", "skipped"):  # a worker's last part counts
+        if name == "position":  # a worker's last part counts
             return {worker: x for value in values for worker, x in value.items()}
         if name == "captions":
             return [caption for value in values for caption in value]
@@ -2692,7 +2695,7 @@ class WorldStream(Stream):
                 if self.transform:
                     images = [self.transform(image) for image in images]
                 batch = self.complete([self.collate(map(Sample, images, values))])
-            yield batch | {"position": {worker: (batches + 1,)}, "skipped": {}}
+            yield batch | {"position": {worker: (batches + 1,)}}
 
     def join(self, parts, number):
         return parts[0]
@@ -3122,10 +3125,6 @@ OPENAI_ONLY = ("input_resolution", "context_length", "vocab_size")  # tensors th
 TIMM_NAMES = [  # (the name in timm's VisionTransformer, ours), where they differ
     ("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
 
-OWNERS = {  # {a part of a tensor's name: whose names these are}
-    "resblocks.": "CLIP", "patch_embed.proj.": "timm", "layer4.": "torchvision",
-    "encoder_layer_": "torchvision's ViT", "embeddings.": "Hugging Face's transformers"}
-
 
 def load_clip(encoders, state_dict, tokenizer):
     """Load a CLIP, as OpenCLIP or OpenAI saved it, into the encoders (image, text).
@@ -3135,7 +3134,7 @@ def load_clip(encoders, state_dict, tokenizer):
     text encoder.
     """
     # "text." begins the names of the text encoder in OpenCLIP's CustomTextCLIP
-    state = {key.removeprefix("text."): x for key, x in unwrapped(state_dict, "CLIP").items()}
+    state = {key.removeprefix("text."): x for key, x in unwrapped(state_dict).items()}
     parts = {key: x for key, x in state.items() if key in CLIP_PARTS}
     rest = {key: x for key, x in state.items() if key not in CLIP_PARTS + OPENAI_ONLY}
     image = {key.removeprefix("visual."): x for key, x in rest.items() if "visual." in key}
@@ -3149,18 +3148,19 @@ def load_clip(encoders, state_dict, tokenizer):
     if OPENAI_ONLY[0] in state and any(isinstance(module, nn.GELU) for module in modules):
         raise UserError("OpenAI's weights need QuickGELU: add :quick_gelu=1 to both encoders.")
     preset = "the preset clip-... of the file's model"
-    parts |= load_encoder(encoders[0], image, CLIP_NAMES, f"give --image-encoder {preset}")
+    parts |= load_encoder(encoders[0], image, CLIP_NAMES, "give a file with OpenCLIP's or OpenAI's "
+                          f"names, and as --image-encoder {preset}")
     parts |= load_encoder(encoders[1], text, CLIP_NAMES,
                           f"give --text-encoder {preset} and --vocab its words")
     return parts
 
 
-def unwrapped(state, wanted):
-    """The content of a checkpoint -> {name: tensor}, only the weights. wanted: one of OWNERS.
+def unwrapped(state):
+    """The content of a checkpoint -> {name: tensor}, only the weights.
 
     Training loops save weights together with other things, under a key. DDP and torch.compile put
     "module." and "_orig_mod." before the names, and a module around the model (Lightning) its own
-    name. Raises UserError if there are no weights, or if they have the names of another project.
+    name. Raises UserError if there are no weights.
     """
     if isinstance(state, dict):
         # "state_dict": OpenCLIP, timm, Lightning; "model": DeiT, BAM; "teacher": DINO
@@ -3172,9 +3172,6 @@ def unwrapped(state, wanted):
         held = ", ".join(map(str, [*names][:5])) or f"a {type(state).__name__}"
         raise UserError(f"the file holds no weights, but {held}: save only model.state_dict().")
     state = {name: x for name, x in state.items() if isinstance(name, str) and torch.is_tensor(x)}
-    owner = next((OWNERS[part] for part in OWNERS if part in " ".join(state)), wanted)
-    if owner != wanted:
-        raise UserError(f"its tensors have the names of {owner}: give a file with {wanted}'s.")
     shared = os.path.commonprefix([*state]).rpartition(".")[0]
     return {name.removeprefix(f"{shared}."): x for name, x in state.items()}
 
@@ -3230,7 +3227,7 @@ def load_timm(encoder, state_dict):
     of the encoder, MoCo-v3's "base_encoder.", and heads or a momentum encoder beside it. Returns
     the tensors that were not loaded, {name: tensor}. Raises UserError if the file does not fit.
     """
-    state = unwrapped(state_dict, "timm" if isinstance(encoder, ViT) else "torchvision")
+    state = unwrapped(state_dict)
     found, left_over = {}, {}
     prefix = re.compile(r"(module\.|teacher\.|backbone\.|base_encoder\.|_orig_mod\.)*")
     backbone = re.compile(r"backbone\.|base_encoder\.")
@@ -3240,7 +3237,8 @@ def load_timm(encoder, state_dict):
         is_head = re.match(r"(student|head\w*|fc|classifier|proj\w*|pred\w*)\.", name)
         is_left_over = is_head or (has_backbone and not backbone.search(before))
         (left_over if is_left_over else found)[name] = value
-    remedy = "give --image-encoder the file's width, depth, [CLS], such as ViT-S/16:cls=1"
+    remedy = ("give a file with timm's names (torchvision's for a ResNet), and its width, depth, "
+              "[CLS] as --image-encoder, such as ViT-S/16:cls=1")
     # a name in the spec, such as ViT-B/16:pixels=half, comes before ImageNet's constants
     constants = Pixels(encoder.pixels.name or "imagenet").state_dict()
     found |= {f"pixels.{name}": x for name, x in constants.items()}

@@ -890,19 +890,15 @@ def is_trained_on(spec, split, args):
 def note_useless_flags(options, rows=()):
     """Print a note for each flag of the command line that neither the data nor the tasks and
     pictures `rows` use. Without a note, a user would believe that the flag had an effect."""
-    spec, kind = options.data, kind_of(options.data)
-    of_tasks = {flag for row in [*TASKS.values(), *PICTURES.values()] for flag in row.flags}
-    read = {flag for row in rows for flag in row.flags}
-    reasons = dict.fromkeys(of_tasks - read, "no task or picture of this command reads it")
+    useless = {flag for row in [*TASKS.values(), *PICTURES.values()] for flag in row.flags}
+    useless -= {flag for row in rows for flag in row.flags}
     if options.probe != "sgd":
-        reasons["probe_lr"] = f"the probe is {options.probe}, not sgd"
-    if kind.split == "all":
-        reasons["split"] = f"{spec} has no splits"
-    if "split" in common.parse_spec(spec)[1]:
-        reasons["split"] = f"{spec} names its split itself"
-    for flag in filter(reasons.get, options.given):
-        print(f"note: {common.flag_of(flag)} {getattr(options, flag)} has no effect here: "
-              f"{reasons[flag]}")
+        useless.add("probe_lr")
+    if kind_of(options.data).split == "all" or "split" in common.parse_spec(options.data)[1]:
+        useless.add("split")
+    for flag in filter(useless.__contains__, options.given):
+        print(f"note: {common.flag_of(flag)} {getattr(options, flag)} has no effect on this "
+              f"command: its tasks, pictures and data do not read the flag")
 
 
 @dataclasses.dataclass
@@ -946,10 +942,6 @@ class EvalSet:
                                    # (3, h, w) of a video, object ids (f, H, W) from 1)
     boxes: Callable = None         # () -> pairs (image, padded to a square; common.Boxes)
     word_masks: Callable = None    # () -> pairs (image, (caption, {(kind, word): mask (S, S)}))
-
-    def used_classes(self):
-        """`classes`, or None: those of class folders may lack names, until a task asks for them."""
-        return vars(self).get("classes")
 
     @functools.cached_property  # opened once: k-NN and the linear probe share it
     def learn(self):
@@ -1944,25 +1936,23 @@ def video(embedder, data, options):
     """Region score J and contour score F of objects followed through a video (BAM, Table 6).
 
     J, F and their mean are reported for each T, the number of last frames that a frame gets its
-    labels from. They are means over the objects of all videos. video/pixels/... is the same with
-    raw pixels as features. A video of 80 frames of 854 x 480, in patches of 16, takes 2 GB.
+    labels from. They are means over the objects of all videos. A video of 80 frames of 854 x 480,
+    in patches of 16, takes 2 GB.
     """
     encoder = embedder.model.evaluation_encoder()
     patch = encoder.image_size // encoder.grid  # a token of a ResNet stands for a patch, too
-    features = {"": lambda frames: encoder(frames)[:, int(encoder.cls is not None) :],
-                "/pixels": lambda frames: F.unfold(encoder.pixels(frames), patch, stride=patch).mT}
+    encode = lambda frames: encoder(frames)[:, int(encoder.cls is not None) :]  # without [CLS]
     found = collections.defaultdict(list)
     for frames, truth in progress(data.videos(patch), "videos"):
         truth = truth.to(embedder.device)
         grid = [side // patch for side in next(frames()).shape[1:]]
         start = bam.first_map(truth[0], grid)                               # (C, P)
-        for name, encode in features.items():
-            # one frame at a time, as 80 of them take gigabytes
-            x = embedder.encode_batches((frame[None] for frame in frames()), encode)  # (f, P, d)
-            for T, soft in bam.propagate(x.to(embedder.device), start, grid).items():
-                scores = bam.j_and_f(soft, truth, grid, patch)              # (2, objects)
-                for part, values in (("", scores.mean(0)), ("/J", scores[0]), ("/F", scores[1])):
-                    found[f"video{name}/T{T}{part}"] += values.tolist()
+        # one frame at a time, as 80 of them take gigabytes
+        x = embedder.encode_batches((frame[None] for frame in frames()), encode)  # (f, P, d)
+        for T, soft in bam.propagate(x.to(embedder.device), start, grid).items():
+            scores = bam.j_and_f(soft, truth, grid, patch)                  # (2, objects)
+            for part, values in (("", scores.mean(0)), ("/J", scores[0]), ("/F", scores[1])):
+                found[f"video/T{T}{part}"] += values.tolist()
     return {metric: mean(values) for metric, values in found.items()}
 
 
@@ -2101,13 +2091,6 @@ TASKS = {
     "classification": Row(classification, ("labelled",), "class_scores", ("classes",)),
     "detection": Row(detection, ("boxes",), "detect", ("templates",)),
 }
-
-IN_WORDS = {  # a phrase for each attribute of EvalSet that rows of TASKS and PICTURES name
-    "groups": "class folders", "captioned": "captions", "hard_negatives": "SugarCrepe's files",
-    "examples": "Winoground's files", "maps": "Pascal VOC's layout", "word_masks": "shapes",
-    "videos": "DAVIS 2017's layout", "labelled": "labelled images",
-    "boxes": "boxes of COCO or LVIS"}
-
 
 def default_tasks(data, model):
     """Names of the usual tasks of a model, which run if --task is not given."""
@@ -2308,20 +2291,13 @@ def draw_slots(embedder, data):
     return sheet(title, note, rows)
 
 
-def word_cloud(words, scores):
-    """Words, their scores (n,) -> a picture of the best 20 words with their scores (STAIR, Table
-    9). The font grows with the score. Words that are not in the encoding, with score 0, and special
-    tokens, with score -inf, are left out."""
+def best_words(words, scores):
+    """Words, their scores (n,) -> a text with the best 20 words and their scores (STAIR, Table 9).
+    Words that are not in the encoding, with score 0, and special tokens, with score -inf, are left
+    out."""
     best, ids = scores.topk(min(20, len(words)))
-    sizes = 11 + 6 * best / best[0].clamp(min=1e-6)
-    pages = []
-    for k, size, score in zip(ids, sizes, best):
-        if score > 0:
-            number = draw_text(f"{score:.2f}", 1, 11)
-            pair = join([draw_text(words[k], 1, int(size)), number], gap=4)
-            pages.append(ImageOps.expand(pair, (0, 0, max(0, 112 - pair.width), 0), "white"))
-    cloud = [join(part) for part in chunks(pages or [draw_text("no word", 100)], 3)]
-    return join(cloud, True, 2)
+    pairs = zip(ids.tolist(), best.tolist())
+    return ", ".join(f"{words[k]} {score:.2f}" for k, score in pairs if score > 0) or "no word"
 
 
 def draw_words(embedder, data):
@@ -2329,8 +2305,8 @@ def draw_words(embedder, data):
     images, captions = take(embedder, data, 16)
     x, cells = embedder.encode_batches([images], embedder.model.image_encoding), []
     for image, caption, scores in zip(images, captions, vocabulary_scores(embedder, x)):
-        cloud = word_cloud(embedder.tokenizer.vocab, scores)
-        cells.append((join([to_picture(image), cloud]), caption))
+        words = draw_text(best_words(embedder.tokenizer.vocab, scores), 224)
+        cells.append((join([to_picture(image), words]), caption))
     title = "The 20 words that score highest for an image, and their scores."
     note = ("A score is the weight of the word, before the encoding gets length 1. The model does "
             "not see the caption.")
@@ -2388,13 +2364,6 @@ def sheet_of_samples(pictures, texts, note):
     return sheet("Samples as the model reads them.", note, [("", cells)], columns=4)
 
 
-def draw_samples(embedder, data):
-    """Eight samples as the model reads them: images, and captions in tokens."""
-    images, captions = take(embedder, data, 8)
-    texts = as_read(embedder.tokenizer, *embedder.tokenize(captions), captions)
-    return sheet_of_samples(map(to_picture, images), texts, "What is cut off is grey.")
-
-
 PICTURES = {
     "alignment": Row(draw_word_maps, IMAGES, "align_words", ("classes",)),
     "slots": Row(draw_slots, IMAGES, "slots", ("classes",)),
@@ -2402,7 +2371,6 @@ PICTURES = {
     "queries": Row(draw_queries, IMAGES, "word_maps", ("classes",)),
     "segmentation": Row(draw_segmentation, ("maps",), "encode_patches", PROMPTS),
     "heads": Row(draw_heads, IMAGES, "head_maps"),
-    "samples": Row(draw_samples, IMAGES, "encode_text", ("classes",)),
 }
 
 
@@ -2445,10 +2413,8 @@ def tasks_to_run(options, data, model):
     for name in asked:
         if name not in usable and name not in pictures:
             row = (PICTURES | TASKS)[name]
-            needs = f"a model with {row.model}"
-            if not row.fits(data):
-                needs = " or ".join(IN_WORDS[member] for member in row.data)
-            raise UserError(f"{can}; {name} needs {needs}.")
+            needs = "another model" if row.fits(data) else "other data"
+            raise UserError(f"{can}; {name} needs {needs}, see --help.")
     wanted = asked or default_tasks(data, model)
     tasks = [name for name in usable if name in wanted]
     note_useless_flags(options, [*map(TASKS.get, tasks), *pictures.values()])
@@ -2488,17 +2454,15 @@ def print_metrics(metrics):
             continue
         chance = metrics.get(f"{metric}/chance")
         level = "" if chance is None else f"  chance {chance:.4f}"
-        if chance == 1:
-            level += ": every guess is right (one class, one image of each class, few candidates)"
         shown = f"{value:.4g}" if 0 < abs(value) < 0.001 else f"{value:.4f}"
         print(f"  {metric:36}  {shown}{level}")
 
 
-def evaluate_and_show(embedder, data, options, run, failed, again=False):
+def evaluate_and_show(embedder, data, options, run, failed):
     """Evaluate, print a table, write the metrics and the pictures into RUN -> {metric: float}. What
     a task has found is printed and written when the task ends. Rank 0 alone draws and writes.
     failed: a list that gets a message for each task that fails and each file that cannot be
-    written. again: whether a killed training may have made this evaluation before."""
+    written."""
     if common.this_rank()[0] > 0:
         return evaluate(embedder, data, options)
     is_whole, so_far, before = options.is_own and not options.tasks, {}, len(failed)
@@ -2515,7 +2479,7 @@ def evaluate_and_show(embedder, data, options, run, failed, again=False):
     if result:  # a picture alone measures nothing
         record = metrics_record(embedder, data, options, result)
         with noted(failed):
-            write_line(run, record, is_complete, again)
+            write_line(run, record, is_complete)
         if is_whole and is_complete:
             failed += save_figures({Path(run, "eval.json"): record}, embedder.step)
     drawn = draw_pictures(embedder, data, options.tasks)
@@ -2539,7 +2503,8 @@ def noted(failed, who="", is_shared=False):
 
 def print_notes(embedder, data):
     """Print what the metrics depend on: names of classes, captions that the model sees in part."""
-    if (classes := data.used_classes()) and embedder.tokenizer:
+    classes = vars(data).get("classes")  # None before a task needs the names of class folders
+    if classes and embedder.tokenizer:
         print(f"Class names: {classes.source}. First of {len(classes.templates)} prompts: "
               f"{classes.prompts[0]!r}")
     print_unseen(embedder.counted, embedder.context)
@@ -2564,22 +2529,21 @@ def metric_options(options):
 def metrics_record(embedder, data, options, result):
     """The metrics and all that they depend on, a dict."""
     depends_on = metric_options(options) | {"step": embedder.step, "git": common.revision()}
-    if classes := data.used_classes():
+    if classes := vars(data).get("classes"):
         depends_on |= {"class_names": classes.source, "prompts": classes.templates}
     return {"settings": depends_on} | common.without_nan(result)
 
 
-def write_line(run, record, is_complete=True, again=False):
-    """Write a record as the last line of RUN/evals.jsonl, in place of the line of the tasks so far,
-    which says "complete": false. again: also in place of an equal line. The file is replaced as a
-    whole, so that neither a killed process nor a full disk loses a line."""
+def write_line(run, record, is_complete=True):
+    """Write a record as the last line of RUN/evals.jsonl, in place of an equal line and of the line
+    of the tasks so far, which says "complete": false. The file is replaced as a whole, so that
+    neither a killed process nor a full disk loses a line."""
     path, mark = Path(run, "evals.jsonl"), {"complete": False}
     begun = json.dumps(mark | {"settings": record["settings"]})[:-1].encode()
     new = json.dumps(record if is_complete else mark | record).encode()
     with common.locked(run), common.writing(path):
         lines = path.read_bytes().splitlines() if path.exists() else []
-        kept = [line for line in lines
-                if not (line.startswith(begun) or (again and line == new))]
+        kept = [line for line in lines if not line.startswith(begun) and line != new]
         with common.replacing(path) as file:
             file.write(b"\n".join([*kept, new, b""]))
 
@@ -2683,7 +2647,7 @@ def search(embedder, data, options, run):
     for part in progress(chunks(pairs, embedder.chunk), f"images, {embedder.chunk} at a time"):
         x, names = embedder.encode_pairs(part)
         index.add(names, word_columns(embedder, x) if is_stair else x)
-    found = [*answers(embedder, index, options.query)]
+    found = [answer(embedder, index, query) for query in options.query]
     # Only names were kept, as all images may not fit in memory: the images found are read again.
     wanted = {name for _, best in found for name, _ in best}
     images = {name: image for image, name in named_images(data) if name in wanted}
@@ -2701,22 +2665,15 @@ def search(embedder, data, options, run):
     return save_figures({output_path(run, options, name): page}, embedder.step)
 
 
-def answers(embedder, index, queries):
-    """Yield pairs (query and the name of its encoder, [(name of an image, score), ...]). With STAIR
-    a caption has two answers: one by the text encoder, and one by the words of the caption alone. A
-    boolean query is not encoded."""
-    encoders, is_stair = {"text encoder": "encode_text"}, embedder.model.encode_words
-    if is_stair:
-        encoders["words alone"] = embedder.model.encode_words
-    for query in queries:
-        if stair.is_boolean(query):
-            where, words = stair.boolean_query(query, index)
-            yield query, index.search(dict.fromkeys(words, 1.0), 8, where)
-            continue
-        for name, encode in encoders.items():
-            x = embedder.texts([query], encode)
-            x = word_columns(embedder, x) if is_stair else x
-            yield f"{query} ({name})", index.search(x[0], 8)
+def answer(embedder, index, query):
+    """-> a query and what encodes it, [(name of an image, score), ...]. Words with AND, OR, NOT are
+    not encoded."""
+    if stair.is_boolean(query):
+        where, words = stair.boolean_query(query, index)
+        return query, index.search(dict.fromkeys(words, 1.0), 8, where)
+    x = embedder.texts([query])
+    x = word_columns(embedder, x) if embedder.model.encode_words else x
+    return f"{query} (text encoder)", index.search(x[0], 8)
 
 
 # Weights for other people's code ----------------------------------------------------------

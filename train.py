@@ -59,7 +59,6 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
-import io
 import itertools
 import json
 import math
@@ -206,11 +205,9 @@ class Config:
     accum_freq: int = 1
     # print what the run costs, and do not train. --dry-run 8 shares the batch among 8 GPUs.
     # flops_per_sample: FLOPs of the forward pass. h100_hours: largest number of hours that one H100
-    # needs, at 200 TFLOPs a second. cpu_cores: number of CPU cores like this one that load JPEGs of
-    # 500 x 375 pixels for one H100. gpu_gib: GiB of memory of each GPU in bf16, without the block
-    # that --grad-checkpoint recomputes. gradient_mb: megabytes of gradients that the GPUs exchange
-    # in a step. chance_loss: loss of a random guess. With --out DIR the command also draws
-    # first-batch.png
+    # needs, at 200 TFLOPs a second. gpu_gib: GiB of memory of each GPU in bf16, without the block
+    # that --grad-checkpoint recomputes. chance_loss: loss of a random guess. With --out DIR the
+    # command also draws first-batch.png
     dry_run: int = 0
     # number of steps to time. The command prints the images per second and then stops
     bench: int = 0
@@ -395,9 +392,7 @@ def parse_args(argv):
     parser.add_argument("-h", "--help", action="help", help="show this and stop")
     args = parser.parse_args(rest, argparse.Namespace(**usual | given))
     if not method:
-        names = ", ".join(name for name in METHODS if name not in FINE_TUNED)
-        parser.error(f"--method is required, one of {names}; {' and '.join(FINE_TUNED)} fine-tune "
-                     f"a run.")
+        parser.error(f"--method is required, one of {', '.join(METHODS)}")
     check_settings(args, METHODS[method], usual, given)
     return args
 
@@ -680,11 +675,6 @@ class Log:
             self.warned.add(warning)
 
 
-def print_once(line):
-    if this_rank()[0] == 0:
-        print(line)
-
-
 # Data, model, optimizer -----------------------------------------
 #
 # Every rank builds the same model from --seed, and reads its own part of the data.
@@ -782,7 +772,6 @@ def opens_early(args, model):
     return bool(args.eval_data or args.eval_every or by_knn(model)) and not args.bench
 
 
-@common.rank_0_prints()
 def open_evaluation(args, model):
     """The data of the run's own evaluation, or None if no task can use them. Raises UserError
     instead of returning None if --eval-data or --eval-every is given."""
@@ -829,7 +818,7 @@ def new_model(args, method, tokenizer):
         # blocks.3.norm.bias -> blocks.3, head.0.weight -> head
         modules = [re.match(r"(blocks|visual)\.\w+|\w+", name)[0] for name in left_over]
         names = ", ".join(dict.fromkeys(modules)) or "nothing"
-        print_once(f"{file} is loaded. Left over in the file: {names}.")
+        print(f"{file} is loaded. Left over in the file: {names}.")
     save_memory(args, model)
     return model
 
@@ -978,8 +967,8 @@ def read_in_workers(dataset, workers, ahead=2):
                 raise
             if waited >= FIRST_NOTE and (waited - FIRST_NOTE) % NEXT_NOTE < LOOK:
                 turn = received % workers  # workers send batches in turn
-                print(f"note: rank {this_rank()[0]} has had no batch for {waited:.0f} s. "
-                      f"It waits for {awaited(turn, batches._workers[turn].pid)}")
+                print(f"note: rank {this_rank()[0]} has had no batch for {waited:.0f} s. It waits "
+                      f"for {awaited(turn, batches._workers[turn].pid)}", file=sys.stderr)
             continue
         waited, received = 0, received + 1
         yield batch
@@ -1011,7 +1000,6 @@ def ignore_signals(worker):
         signal.signal(number, signal.SIG_IGN)
 
 
-@common.rank_0_prints()
 @torch.no_grad()
 def find_boxes(args, data, model, device, autocast, stop):
     """-> the box of each image (n, 4), in which the centres of its crops lie (BAM, App. G), and the
@@ -1041,13 +1029,11 @@ def find_boxes(args, data, model, device, autocast, stop):
     return found, max(noted for *_, noted in ranks)
 
 
-def sgd(groups, betas, eps):
-    # DeiT's "sgd" is timm's, which has Nesterov momentum.
-    return torch.optim.SGD(groups, momentum=betas[0], nesterov=True)
-
-
-OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True), "sgd": sgd,
-              "lamb": METHODS["stair"].LAMB, "lars": METHODS["bam"].LARS}
+OPTIMIZERS = {  # {name: function (groups, betas=, eps=)}
+    "adamw": functools.partial(torch.optim.AdamW, fused=True),
+    # DeiT's "sgd" is timm's, which has Nesterov momentum
+    "sgd": lambda groups, betas, eps: torch.optim.SGD(groups, momentum=betas[0], nesterov=True),
+    "lamb": METHODS["stair"].LAMB, "lars": METHODS["bam"].LARS}
 
 
 def build_optimizer(args, model, saved):
@@ -1106,7 +1092,7 @@ def mixed_precision(args, device):
     is_gpu = device.type == "cuda"
     if is_gpu and not args.amp and not torch.cuda.is_bf16_supported(False):  # or emulated
         args.amp = "fp16"  # config.json must tell
-        print_once("note: this GPU computes no bf16, so --amp is fp16")
+        print("note: this GPU computes no bf16, so --amp is fp16")
     amp = args.amp or ("bf16" if is_gpu else "off")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[amp]
     autocast = functools.partial(torch.autocast, device.type, dtype, enabled=amp != "off")
@@ -1135,7 +1121,6 @@ class Progress:
     stage: int = 1  # the stage of the last step
     order: int = 0  # added to --seed for the order of the data; see restore
     positions: dict = dataclasses.field(default_factory=dict)  # {worker: how far it has read}
-    skipped: dict = dataclasses.field(default_factory=dict)  # {worker: {reason: [count, example]}}
     boxes: torch.Tensor | None = None  # (n, 4), regions of crop centres (BAM, App. G)
     record: dict = dataclasses.field(default_factory=dict)  # of the last logged step
 
@@ -1159,13 +1144,12 @@ class Progress:
         self.step += 1
         self.samples += size
         self.positions |= batch["position"]
-        self.skipped |= batch["skipped"]
 
     def note(self, record):
         """Keep what the log will say of this step: {"step": number}, the means of a record's
         numbers over ranks and, if samples were skipped, "skipped": {reason: count over all ranks}.
         Every rank must call it."""
-        ranks = common.gather_objects((record, common.total_skipped(self.skipped.values())))
+        ranks = common.gather_objects((record, common.skipped_by(self.positions)))
         records, skipped = zip(*ranks)
         means = {name: sum(x[name] for x in records) / len(records) for name in record}
         means["peak_memory_bytes"] = max(x["peak_memory_bytes"] for x in records)
@@ -1177,7 +1161,7 @@ class Progress:
         state = vars(self) | {"workers": workers, "part": common.Stream.part}
         cuda_rng = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         local = {"rng": torch.get_rng_state(), "cuda_rng": cuda_rng,
-                 "positions": state.pop("positions"), "skipped": state.pop("skipped")}
+                 "positions": state.pop("positions")}
         return state | {"ranks": common.gather_objects(local)}
 
     def restore(self, state, workers):
@@ -1198,11 +1182,11 @@ class Progress:
         saved = len(state["ranks"]), *map(state.get, ("workers", "data", "part", "seed"))
         if saved != (world_size, workers, self.data, common.Stream.part, self.seed):
             self.order += self.step
-            return print_once("note: the data, --seed, the number of ranks or of workers changed "
+            return print("note: the data, --seed, the number of ranks or of workers changed "
                               "since the run was saved, or an older version read the data "
                               "otherwise: the data begin again, in another order")
         local = state["ranks"][rank]
-        self.positions, self.skipped = local["positions"], local["skipped"]
+        self.positions = local["positions"]
         torch.set_rng_state(local["rng"].cpu())
         if local["cuda_rng"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(local["cuda_rng"].cpu())
@@ -1312,7 +1296,7 @@ def end_early(args, step, number, stop):
         error = next(filter(None, common.gather_objects(stop.error)))
         raise UserError(f"{error} Step {step} is saved: start the same command again with --resume "
                         f"--out {shlex.quote(args.out)}.")
-    print_once(f"Stopped by signal after step {step}: start the same command again with --resume "
+    print(f"Stopped by signal after step {step}: start the same command again with --resume "
                f"--out {shlex.quote(args.out)}")
     return number
 
@@ -1423,7 +1407,7 @@ def show_first_batch(args, tokenizer, batch):
         for picture, boxes, classes in zip(pictures, batch["boxes"], batch["classes"]):
             evaluation.draw_boxes(picture, boxes[classes.any(1)])  # other rows fill the batch up
             texts.append((", ".join(names[q] for q in classes.nonzero()[:, 1]), ""))
-    if left_out := common.total_skipped(batch["skipped"].values()):
+    if left_out := common.skipped_by(batch["position"]):
         facts += f"; left out so far: {common.describe_skipped(left_out)}"
     path = Path(args.out, "first-batch.png")
     path.parent.mkdir(parents=True, exist_ok=True)  # --dry-run has not made the directory
@@ -1450,7 +1434,6 @@ def label_texts(labels, classes):
             for row in labels]
 
 
-@common.rank_0_prints()
 def evaluate_unnoticed(args, embedder, eval_data, step):
     """The metrics of --eval-every; the most important ones are printed. A model with neither
     captions nor classes is evaluated by k-NN alone, because a linear probe takes long. The
@@ -1478,12 +1461,11 @@ def end_step(args, data, embedder, eval_data, log, progress, scaler):
         log.write(record, warning(args, data, embedder.model, scaler, record))
 
 
-@common.rank_0_prints()
 def finish(args, embedder, eval_data, progress):
     """Print what the workers of all ranks skipped, evaluate on all ranks, draw on rank 0, and say
     where the results are -> which tasks failed and what could not be written, in words. Every rank
     must call it."""
-    every_rank = common.gather_objects(common.total_skipped(progress.skipped.values()))
+    every_rank = common.gather_objects(common.skipped_by(progress.positions))
     if skipped := common.describe_skipped(common.total_skipped(every_rank)):
         print(f"skipped {skipped}")
     if not opens_early(args, embedder.model):
@@ -1494,7 +1476,7 @@ def finish(args, embedder, eval_data, progress):
         print(f"Evaluation on {evaluation.describe(options)}, in fp32:")
         embedder.model.eval()
         embedder.step = progress.step
-        evaluation.evaluate_and_show(embedder, eval_data, options, args.out, failed, args.resume)
+        evaluation.evaluate_and_show(embedder, eval_data, options, args.out, failed)
     words = "a red ring" if evaluation.is_shapes(args.data) else "a dog"
     is_searcher = embedder.tokenizer and not embedder.model.detect  # boxes have no search
     flags = f' --query "{words}"' if is_searcher else ""
@@ -1521,17 +1503,15 @@ def dry_run(args, method, model):
     chance_loss = model.chance_loss(args.batch, batches[0].get("mask"), model.image_encoder.grid**2)
     params = sum(p.numel() for p in model.parameters())
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
-    images_per_s = H100 / (3 * in_batch)  # at most: a teacher has no backward pass
-    hours = args.batch * args.steps / images_per_s / 3600
-    cores = images_per_s * seconds_per_image(args, method, model)
-    summed = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    # a backward pass costs two forward passes; a teacher has none
+    hours = args.batch * args.steps * 3 * in_batch / H100 / 3600
     # weights, moments, gradients, and what the forward pass keeps of each sample of a rank
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     of_rank = args.batch // args.dry_run
-    memory = checkpoint_size(args, model) + summed + (kept[1] - kept[0]) / 2 * of_rank
+    memory = checkpoint_size(args, model) + gradients + (kept[1] - kept[0]) / 2 * of_rank
     record = {"params": params, **words, "flops_per_sample": int(of_one),
               "flops_per_sample_in_batch": round(in_batch), "h100_hours": round(hours, 2),
-              "cpu_cores": round(cores, 1), "gpu_gib": round(memory / 2**30, 4),
-              "gradient_mb": round(summed / 1e6, 1), "chance_loss": chance_loss}
+              "gpu_gib": round(memory / 2**30, 4), "chance_loss": chance_loss}
     for name, value in record.items():
         print(f"{name:27}{value:,.12g}")
     print(json.dumps(common.without_nan(record)))
@@ -1570,19 +1550,6 @@ def kept_bytes(model, batch):
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def seconds_per_image(args, method, model):
-    """The CPU seconds that it takes to decode and crop a JPEG of 500 x 375; nan with boxes."""
-    if method.content(args) == "boxes":
-        return math.nan
-    noise = torch.nn.functional.interpolate(torch.rand(1, 3, 12, 16), (375, 500), mode="bicubic")
-    file = io.BytesIO()
-    evaluation.to_pil_image(common.to_bytes(noise[0])).save(file, "JPEG")
-    transform, start = build_transform(args, method, model.image_encoder), time.process_time()
-    for _ in range(10):
-        transform(common.open_image(file))
-    return (time.process_time() - start) / 10
-
-
 def bench(args, clock, step):
     """Whether --bench ends after this step. It then prints the rates of its steps, in words and as
     JSON. The clock starts after the first BENCH_WARMUP steps."""
@@ -1591,7 +1558,7 @@ def bench(args, clock, step):
     if step < BENCH_WARMUP + args.bench:
         return False
     rates = clock.rates(args.batch)
-    print_once(f"{rates['images_per_s']:.1f} images per second; {rates['data_share']:.0%} of the "
+    print(f"{rates['images_per_s']:.1f} images per second; {rates['data_share']:.0%} of the "
                f"time waits for data; peak memory {rates['peak_memory_bytes'] / 2**30:.2f} GiB\n"
                f"{json.dumps(rates)}")
     return True
@@ -1626,7 +1593,7 @@ def main(argv=None):
     args = parse_args(sys.argv[1:] if argv is None else argv)
     device = common.init_distributed()
     try:
-        with claim_run(args) as out:
+        with common.rank_0_prints(), claim_run(args) as out:
             stopped_by = train(args, out, device)
     except RuntimeError as error:  # torch raises it, at any line, when a worker dies
         if not str(error).startswith(("DataLoader worker (pid", "DataLoader timed out")):

@@ -80,7 +80,7 @@ def random_batch(args, method, model, n, device):
     else:
         with torch.device(device):
             batch = train.made_up_batch(args, method, model, n)
-    return batch | {"position": {}, "skipped": {}}
+    return batch | {"position": {}}
 
 
 def peak_since_last(device):

@@ -301,7 +301,7 @@ maps = maps - maps.amin(«1 => 0», keepdim=True) # the lowest score of each wor
 common.check_ranks({"data": «self.data => 0», # other data ;; "a vocabulary with the hash": «self.words => 0», # other words
 "a last.pt after step": «self.step => 0», # other steps ;; "fp16": «scaler.is_enabled() => False»}) # other precision
     «progress.check_ranks(data.annotations, scaler) => pass»\n    if out: # nothing is compared
-every_rank = «common.gather_objects(common.total_skipped(progress.skipped.values())) => [common.total_skipped(progress.skipped.values())]» # rank 0's samples alone
+every_rank = «common.gather_objects(common.skipped_by(progress.positions)) => [common.skipped_by(progress.positions)]» # rank 0's samples alone
 == train.py | training | test_details test_train test_stair -k "details or resume or pixels or keep or stages"
 step = «progress.step - start => progress.step» # a step counts within its stage
 fresh=«progress.step == start => True» # a resume is not fresh ;; «args.clip_grad or math.inf => math.inf») # clipping

@@ -136,7 +136,7 @@ def test_rows_without_a_file_name_or_a_caption_are_skipped_and_counted(tmp_path,
     for rank, worker, counted in ((0, 0, source.skipped), (1, 0, {}), (0, 1, {})):
         monkeypatch.setattr(common, "this_worker", lambda positions: (worker, 1 + worker))
         batch, = take(stream(source, 2, rank=rank, world_size=1 + rank), 1)
-        assert batch["skipped"] == {worker: counted}
+        assert batch["position"][worker][2] == counted
     assert source.skipped["empty caption"][0] == 2  # a stream does not change the table's counts
     assert set(pairs(open_data(str(path), content=None))) == {"x.jpg", "z.jpg", "w.jpg", "v.jpg"}
 
@@ -342,7 +342,7 @@ def test_a_table_stores_rows_in_numpy_buffers_and_names_that_are_not_utf8(tmp_pa
     assert source.captions.tolist() == [*texts[:2], "lone ? surrogate", texts[3]]
     assert [source.path(i) for i in range(4)] == [str(tmp_path / path) for path in paths]
     (tmp_path / os.fsdecode(b"\xff.jpg")).write_bytes(picture())
-    assert take(stream(CaptionTable([(paths[1], "n1")], "x", tmp_path)), 1)[0]["skipped"] == {0: {}}
+    assert take(stream(CaptionTable([(paths[1], "n1")], "x", tmp_path)), 1)[0]["position"][0][2] == {}
     source = CaptionTable([(f"{i}.jpg", f"n{i}") for i in range(999)] + [(paths[3], "a")], "x")
     assert source.paths.nbytes < 20_000
     assert not any(isinstance(v, (list, dict)) and len(v) >= 50 for v in vars(source).values())
@@ -755,7 +755,7 @@ def test_a_damaged_image_is_counted_whatever_error_pil_raises(tmp_path, monkeypa
     monkeypatch.setattr(common, "to_rgb", fail)
     batch = take(stream(open_data(spec), 3), 2)[1]
     example = f"{tmp_path}/2.jpg ({error.__name__}: decoding failed)"
-    assert batch["skipped"][0]["unreadable image"][1] == example
+    assert batch["position"][0][2]["unreadable image"][1] == example
     files = [(f"{tmp_path}/{i}.jpg", i) for i in range(4)]
     assert [i for _, i in evaluation.read_images(files, common.open_image)] == [0, 1, 3]
     assert (f"skipped 1 of 4 images that cannot be read: 1 x unreadable image, the last {example}"
@@ -935,7 +935,7 @@ def test_a_useless_shard_is_counted_and_only_useless_shards_raise_an_error(
     batches = take(stream(open_data(f"{tmp_path}/{{000..001}}.tar"), 5), 12)  # 4 epochs
     captions = {caption for batch in batches for caption in captions_in(batch)}
     assert captions == {f"n{i}" for i in range(15)}
-    count, example = batches[-1]["skipped"][0][reason]
+    count, example = batches[-1]["position"][0][2][reason]
     key = ":" if BAD_SHARDS[reason] else ""
     assert count > 0 and example.startswith(f"{tmp_path}/001.tar{key}")
     spec = f"{tmp_path}/{{001..002}}.tar"
@@ -1281,7 +1281,7 @@ def test_an_image_that_the_disk_fails_once_is_read_and_one_that_fails_is_counted
     sleeps.clear()
     monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, source.paths[:2], kind))
     *_, batch = take(stream(source, 6), 3)                   # three apart end nothing
-    assert sleeps == [1, 5, 25] * 6 and batch["skipped"][0][common.DISK][0] == 6
+    assert sleeps == [1, 5, 25] * 6 and batch["position"][0][2][common.DISK][0] == 6
     monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, source.paths[:3], 2))
     assert len(take(stream(source, 5), 1)) == 1 and len(sleeps) == 18  # a lost file stays lost
     monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, source.paths, kind))
@@ -1322,7 +1322,7 @@ def test_two_shards_that_fail_always_are_counted_and_three_end_the_run(
     monkeypatch.setattr(os, "readv", failing)
     gone |= {"001.tar", "003.tar"}
     batches = take(stream(shards, 30), 3)
-    assert batches[-1]["skipped"][0][common.DISK][0] == 2 and sleeps == [1, 5, 25] * 2
+    assert batches[-1]["position"][0][2][common.DISK][0] == 2 and sleeps == [1, 5, 25] * 2
     assert len({name for batch in batches for name in captions_in(batch)}) == 90
     assert len([*shards.each("caption")]) == 90              # an evaluation leaves them out, too
     gone |= {f"00{i}.tar" for i in range(5)}

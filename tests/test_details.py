@@ -591,7 +591,7 @@ def test_each_rank_has_random_numbers_of_its_own(monkeypatch, tmp_path):
 
 
 def test_a_checkpoint_of_other_data_workers_or_ranks_begins_a_new_order(monkeypatch):
-    rng, local = torch.get_rng_state(), {"cuda_rng": None, "positions": {0: (2, 9)}, "skipped": {}}
+    rng, local = torch.get_rng_state(), {"cuda_rng": None, "positions": {0: (2, 9)}}
     state = {"step": 7, "samples": 56, "stage": 1, "order": 2, "workers": 0, "data": "a",
              "words": None, "boxes": torch.rand(3, 4), "part": 64, "seed": 4,
              "ranks": [local | {"rng": rng}]}
@@ -605,7 +605,7 @@ def test_a_checkpoint_of_other_data_workers_or_ranks_begins_a_new_order(monkeypa
         assert (other.step, other.order, other.positions) == (7, 2 + 7, {})
         assert (other.boxes is None) == (data == "b")  # boxes are those of the images
     monkeypatch.setattr(train, "this_rank", lambda: (1, 2))
-    first = {"rng": torch.get_rng_state(), "cuda_rng": None, "positions": {}, "skipped": {}}
+    first = {"rng": torch.get_rng_state(), "cuda_rng": None, "positions": {}}
     same.restore(state | {"ranks": [first, *state["ranks"]]}, 0)  # each rank continues its own
     assert (same.step, same.order, same.positions) == (7, 2, {0: (2, 9)})
     assert same.samples == other.samples == 56

@@ -172,7 +172,7 @@ ERRORS = [
     # A whole CLIP
     ("clip", "^--init-weights clip.pt: OpenAI's weights need QuickGELU: add :quick_gelu=1",
      {"input_resolution": ()}),
-    *(("clip", f"^--init-weights clip.pt: .*Unexpected .*{name}.*: give --", more)
+    *(("clip", f"^--init-weights clip.pt: .*Unexpected .*{name}.*: give ", more)
       for name, more in (("blocks.0.ls_1.gamma", {f"visual.{BLOCK}ls_1.gamma": 16}),
                          ("logit_bias", {"logit_bias": 1}))),                             # SigLIP's
     ("clip", IMAGE.format("Missing .*norm_pre.bias"), {"visual.ln_pre.bias": None}),
@@ -247,11 +247,11 @@ ERRORS = [
     *((f"eval runs/sparc {flag} {'n' * 300}", message) for flag, message in {
         "--data": "n does not exist. Give", "--templates": "n' needs one placeholder",
         "--data photos --task knn --train-data": "n does not exist. Give"}.items()),
-    ("eval runs/sparc --task slots", "this model can run .*; slots needs a model with slots"),
+    ("eval runs/sparc --task slots", "this model can run .*; slots needs another model, see --help"),
     ("eval runs/sparc --data photos --task segmentation",
-     "^On photos this model can run .*; segmentation needs Pascal VOC's layout.$"),
+     "^On photos this model can run .*; segmentation needs other data, see --help.$"),
     ("eval runs/sparc --data table.csv --task zeroshot",
-     "^On table.csv this model can run retrieval; zeroshot needs class folders.$"),
+     "^On table.csv this model can run retrieval; zeroshot needs other data, see --help.$"),
     ("eval runs/sparc --data broken --task zeroshot", "None of the 1 images could be read: 1 x .*png"),
     ("eval runs/bam --data photos", "give other class folders .*train.py --eval-data"),
     ("eval runs/bam --data photos --train-data photos/", "give other class .*--train-data"),

@@ -182,7 +182,7 @@ def test_a_file_that_cannot_be_written_fails_alone(run, monkeypatch, capsys):
         with pytest.raises(UserError, match="evals.jsonl cannot.*alignment.png cannot be written"):
             evaluation.main([str(run)])
     assert f"written: {run}/eval.json" in capsys.readouterr().out
-    assert (run / "samples.png").exists()
+    assert (run / "segmentation.png").exists()
 
 
 def test_a_full_disk_leaves_the_lines_of_finished_tasks(tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ def test_evaluation_at_the_end_of_training_equals_eval_py(run_of, tmp_path, name
     at_end = read(run)
     (run / "eval.json").unlink()
     evaluation.main([str(run), "--workers", "1"])
-    assert read(run) == at_end and lines(run) == [at_end, at_end]
+    assert read(run) == at_end and lines(run) == [at_end]
     expected = {"step": step, "task": None, "data": "shapes:size=16,objects=2",
                 "checkpoint": "last.pt"}
     assert expected.items() <= at_end.pop("settings").items()
@@ -87,7 +87,7 @@ def test_evaluations_with_other_options_overwrite_nothing(run, tmp_path):
     after = {path.name: path.read_bytes() for path in run.iterdir()}
     new = after.keys() - before.keys()
     assert after | before | {"evals.jsonl": after["evals.jsonl"]} == after and len(lines(run)) == 7
-    assert len(new) == 4 + 1 + 2 and max(map(len, new)) < 100  # val, --limit, folders
+    assert len(new) == 2 + 2 + 1 and max(map(len, new)) < 100  # val, --limit, folders
     (run / "alignment.png").unlink()
     (run / "segmentation.png").unlink()
     evaluation.main([str(run), "--task", "alignment"])
@@ -117,9 +117,9 @@ def test_a_flag_without_effect_is_named(run, tmp_path, capsys):
         {"filename": "a.png", "split": "val", "sentences": [{"raw": "a dog"}]}]})})
     photos, table = tmp_path / "photos", f"{tmp_path}/a.json:split=val"
     for flags, note in (
-            (["--split", "val", "--data", photos], f"--split val has no effect here: {photos} has no splits"),
-            (["--split", "test", "--data", table], f"test has no effect here: {table} names its"),
-            (["--probe-lr", "0.002"], "0.002 has no effect here: the probe is adamw, not sgd")):
+            (["--split", "val", "--data", photos], "--split val has no effect"),
+            (["--split", "test", "--data", table], "--split test has no effect"),
+            (["--probe-lr", "0.002"], "--probe-lr 0.002 has no effect")):
         evaluation.main([str(run), *map(str, flags)])
         assert note in capsys.readouterr().out
 

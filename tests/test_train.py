@@ -80,7 +80,7 @@ def test_a_run_writes_its_log_settings_vocabulary_and_pictures(run_of):
     assert [record["step"] for record in log] == [1, 2, 3, 4, 5, 6]
     assert {"loss", "global", "local", "local_wrong_image", "scale", "lr", "grad_norm",
             "images_per_s", "data_share", "chance_loss"} <= set(log[0])
-    for name in ("config.json", "vocab.txt", "alignment.png", "samples.png"):
+    for name in ("config.json", "vocab.txt", "first-batch.png", "alignment.png"):
         assert (run / name).exists()
     assert 0 <= results(run)["zeroshot"] <= 1 and results(run)["settings"]["step"] == 6
 
@@ -283,7 +283,7 @@ def test_a_run_keeps_others_out_and_is_saved_by_a_signal_to_all_processes(tmp_pa
     wait_for_steps(lambda: process.exitcode, run, 5)
     with pytest.raises(UserError, match="a run is in use by another run: stop it"):
         train_alone(["--resume", "--out", run])
-    evaluation.main([str(run), "--task", "samples"])
+    evaluation.main([str(run), "--task", "zeroshot"])
     os.killpg(process.pid, signal.SIGTERM)
     process.join()
     message = f"start the same command again with --resume --out '{run}'"
@@ -388,7 +388,7 @@ def test_a_run_without_a_batch_says_what_it_waits_for_every_5_minutes(tmp_path, 
         next(batches)
     notes = re.findall(r"note: rank 0 has had no batch for (.*) s. It waits for worker 1 \(process "
                        r"222\), which has /data/00012.tar open; /dev/shm has 6 of 64 MB free: .*"
-                       "--workers", capsys.readouterr().out)
+                       "--workers", capsys.readouterr().err)
     assert notes == ["60", "360", "660", "960", "1260", "1560"]
 
 
@@ -809,7 +809,7 @@ def with_milestones(tmp_path_factory, short_runs):
 def test_a_run_continues_from_a_kept_checkpoint(tmp_path, with_milestones, name, file, step):
     whole, run = with_milestones[name], tmp_path / "run"
     shutil.copytree(whole, run)
-    evaluation.main([str(run), "--task", "samples", "--checkpoint", file])
+    evaluation.main([str(run), "--task", "zeroshot", "--checkpoint", file])
     assert evaluation.load_run(run, checkpoint=file)[0].step == step
     train_alone(["--resume", "--out", run, "--checkpoint", file])
     kept = [path.name for path in whole.glob("*.pt")]
@@ -933,7 +933,7 @@ def test_a_dry_run_ends_with_json(tmp_path, capsys, name):
     *lines, last = capsys.readouterr().out.splitlines()
     record = json.loads(last)
     assert lines[0].split() == ["params", f"{record['params']:,}"] and len(lines) == len(record)
-    assert 1074 * record["gpu_gib"] > 4 * record["gradient_mb"] and record["cpu_cores"] > 0
+    assert 2**30 * record["gpu_gib"] > 4 * record["params"]
     assert record.get("vocab_size") == (9000 if has_text else None)
     assert min(record["params"], record["flops_per_sample"]) > 1000 < 1000 * record["chance_loss"]
 
@@ -979,7 +979,6 @@ def test_a_dry_run_counts_the_pairs_of_the_whole_batch(capsys, flags, ranks):
     assert record["flops_per_sample_in_batch"] > record["flops_per_sample"]
     seconds = 3 * expected * args.batch * args.steps / 200e12
     assert record["h100_hours"] == pytest.approx(seconds / 3600, rel=0.1) and seconds > 360
-    assert record["gradient_mb"] == pytest.approx(4e-6 * record["params"], abs=0.1)
 
 
 def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys, monkeypatch):

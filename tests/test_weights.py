@@ -311,9 +311,9 @@ def test_a_vits_positions_are_interpolated_and_its_replaced_block_is_left_out():
         close(vit.pos[0], torch.cat([state["pos_embed"][0, :int(cls)], grid]), 1e-6)
     vit, state = tiny_vit(depth=DEPTH - 1), made_up_timm(tiny_vit())
     for encoder, word in ((vit, "Unexpected"), (tiny_vit(depth=DEPTH + 1), "Missing")):
-        with pytest.raises(UserError, match=f"{word} .* the file's width, depth.* such as ViT-S/16"):
+        with pytest.raises(UserError, match=f"{word} .* its width, depth.* such as ViT-S/16"):
             common.load_timm(encoder, state)
-    with pytest.raises(UserError, match="Unexpected .*reg_token.* the file's width, depth"):
+    with pytest.raises(UserError, match="Unexpected .*reg_token.* its width, depth"):
         common.load_timm(tiny_vit(), state | {"reg_token": torch.ones(2)})
     words = ["--text-encoder", "tiny:width=16,heads=2,causal=1,vocab_size=6"]
     args = train.parse_args([*SMALL["sparo"], *words])
