@@ -2410,11 +2410,8 @@ def tasks_to_run(options, data, model):
         raise UserError(f"{can}: give class folders, a table of captions or shapes; tar shards "
                         f"are for training, unless they have CLIP_benchmark's layout.")
     pictures = pictures_to_draw(model, data, asked)
-    for name in asked:
-        if name not in usable and name not in pictures:
-            row = (PICTURES | TASKS)[name]
-            needs = "another model" if row.fits(data) else "other data"
-            raise UserError(f"{can}; {name} needs {needs}, see --help.")
+    if unfit := [name for name in asked if name not in usable and name not in pictures]:
+        raise UserError(f"{can}; {unfit[0]} needs other data or another model, see --help.")
     wanted = asked or default_tasks(data, model)
     tasks = [name for name in usable if name in wanted]
     note_useless_flags(options, [*map(TASKS.get, tasks), *pictures.values()])
