@@ -18,18 +18,19 @@ To read how it works, begin at train(). A map of the sections:
     Main                    how errors and signals end the program
 
 To add a setting, add a field with a comment to Config. To add an optimizer, add a row to
-OPTIMIZERS. `args` holds the settings of the run, `options` the settings of its evaluation
-(eval.options_of).
+OPTIMIZERS. The name `args` stands for the settings of the run. The name `options` stands for the
+settings of its evaluation (eval.options_of).
 
-On Slurm, this job trains on two machines that share --out. It requeues itself before it must end:
+This Slurm job trains on two machines that share --out. The job requeues itself before its time is
+over:
 
     #!/bin/bash
     #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=96 --time=24:00:00
     #SBATCH --requeue --signal=B:TERM@120
     source .venv/bin/activate
-    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun of Slurm 22.05 and newer needs it
+    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # Slurm 22.05 and newer need this variable
     trap 'kill -TERM $!; wait $!; scontrol requeue $SLURM_JOB_ID' TERM
-    # seconds to save; torch before 2.12 ignores this and allows 30
+    # the run has 100 seconds to save; torch before 2.12 ignores this variable and allows 30 seconds
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100
     srun torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_id=$SLURM_JOB_ID \
         --rdzv_endpoint=$SLURMD_NODENAME:29500 train.py --resume auto \
@@ -41,17 +42,17 @@ What a signal does:
 
     SIGTERM, SIGINT (Ctrl-C), SIGHUP        The run saves and ends after the present step. Several
     (a closed terminal, without nohup)      ranks need up to 2 seconds more.
-    SIGUSR1, SIGUSR2, SIGXCPU               The same. torchrun itself dies of these signals, so send
-    (Slurm, SGE, LSF)                       SIGTERM to torchrun.
+    SIGUSR1, SIGUSR2, SIGXCPU               The run saves and ends in the same way. torchrun itself
+    (Slurm, SGE, LSF)                       dies of these signals, so send SIGTERM to torchrun.
     any, before the first step              The run ends at once. A new directory is removed.
-    any, while BAM looks for boxes          The run saves after the present batch, and ends. It
-                                            looks again when it is resumed.
-    any, during --eval-every                The run was saved before. It ends after the evaluation.
-    any, during the last evaluation         The run was saved before. It ends at once.
+    any, while BAM looks for boxes          The run saves after the present batch, and ends. The
+                                            resumed run looks for the boxes again.
+    any, during --eval-every                The run ends after the evaluation. It was saved before.
+    any, during the last evaluation         The run ends at once. It was saved before.
     a second Ctrl-C                         The run ends at once, without another save.
 
-After a rank has died, `torchrun --max-restarts 3 ... --resume auto` continues from the last save on
-one machine. On several machines requeue the job.
+On one machine, `torchrun --max-restarts 3` with `--resume auto` continues from the last save after
+a rank has died. On several machines, requeue the job.
 """
 
 import argparse
@@ -93,10 +94,10 @@ from eval import METHODS
 
 @dataclasses.dataclass
 class Config:
-    """Settings of a run, whatever the method. Batch sizes are global, over all ranks.
+    """Settings that all methods have. Batch sizes are global, over all ranks.
 
-    The comment behind a field, or the lines above it, are the help of its flag. Bounds in it, such
-    as > 0 and <= 1, are checked. Every number must be finite and not negative.
+    The comment behind a field or above a field is the help of its flag. check_number checks the
+    bounds in the comment, such as > 0 and <= 1. Every number must be finite and not negative.
     """
 
     preset: str = "tiny"  # preset of the method: a named set of values that replace the defaults
@@ -213,28 +214,28 @@ class Config:
     bench: int = 0
 
 
-# The first setting of each group in --help.
+# {first setting of a group in --help: title of the group}
 GROUPS = {"preset": "run", "data": "data", "image_encoder": "encoders", "steps": "optimization",
           "log_every": "log, checkpoints and evaluation", "amp": "speed and memory"}
-MOST_WORKERS = 8  # if --workers is not given
-CHECKED = 1000  # captions on which the vocabulary is checked at the start
-H100 = 200e12  # FLOPs a second of an update on one H100 in bf16, by tests/gpu.json
-BENCH_WARMUP = 3  # steps before --bench starts the clock: kernels are chosen, memory is taken
+MOST_WORKERS = 8  # largest number of workers without --workers
+CHECKED = 1000  # number of captions on which the vocabulary is checked at the start
+H100 = 200e12  # FLOPs that one H100 computes in a second of training in bf16 (tests/gpu.json)
+BENCH_WARMUP = 3  # steps before --bench starts its clock; they choose kernels and allocate memory
 
 
 # Training -----------------------------------------
 #
-# train() does everything, from opening the data to the last evaluation. The functions that it calls
-# stand below it.
+# train() opens the data, trains and evaluates. The functions that train() calls stand below it.
 
 
 def train(args, out, device):
-    """Train, evaluate, and return the signal that stopped the run, or None. out: the run's
-    directory, None on ranks that write nothing."""
+    """Train, evaluate, and return the signal that stopped the run, or None. out: the directory of
+    the run, or None on ranks that write nothing."""
     rank, world_size = this_rank()
     method = METHODS[args.method]
 
-    # Build. Data to evaluate on are opened now, too: a wrong path must not end a day's training.
+    # Build. The data to evaluate on are opened now, because a wrong path would otherwise end the
+    # run with an error after a day of training.
     data = open_training_data(args, method)
     tokenizer = build_tokenizer(args, data) if method.uses_text(args) else None
     model = new_model(args, method, tokenizer)
@@ -249,7 +250,7 @@ def train(args, out, device):
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
     autocast, scaler, is_half = mixed_precision(args, device)
 
-    # Resume. `progress` holds all that changes, see Progress.
+    # Resume. `progress` holds what changes during training, see Progress.
     progress = Progress(data.fingerprint, tokenizer and tokenizer.hash(), args.seed)
     saved = load_state(args, data, model, scaler, progress, device) if args.resume else None
     progress.check_ranks(data.annotations, scaler)
@@ -266,12 +267,12 @@ def train(args, out, device):
         progress.stage, steps = number, end - start
         model.begin_stage(number, fresh=progress.step == start)
         optimizer = build_optimizer(args, model, saved if progress.step > start else None)
-        saved = parallel = None  # frees memory: the buckets of the last stage's DDP hold gradients
+        saved = parallel = None  # frees memory: DDP of the stage before still holds gradients
         parallel = wrap(args, model, world_size)
         model.train()
 
         while progress.step < end:
-            # BAM crops where [CLS] looks. --bench measures updates alone.
+            # BAM crops in boxes around what [CLS] attends to. --bench times updates without boxes.
             if progress.needs_boxes(method.box_refreshes(args)) and not args.bench:
                 batches = None  # ends the workers, which crop by the old boxes
                 boxes, stopping = find_boxes(args, data, model, device, autocast, stop)
@@ -289,29 +290,32 @@ def train(args, out, device):
             step = progress.step - start  # within the stage
             set_schedules(optimizer, args, step, steps, lr)
 
-            # The forward pass. Encoders compute in half precision, the loss in fp32. Its products
-            # may use TF32: the errors of TF32 are far smaller than the errors of bf16 encoders.
+            # The forward pass. Encoders compute in half precision, the loss in fp32. Matrix
+            # products of the loss may use TF32, whose errors are far smaller than those of bf16.
             torch.backends.cuda.matmul.allow_tf32 = is_half
             with autocast():
                 outputs = parallel(batch)  # Model.forward: {"loss": scalar, ...}
 
-            # The backward pass. The scaler multiplies the loss, else gradients of fp16 become 0.
+            # The backward pass. The scaler multiplies the loss, because small gradients would be 0
+            # in fp16.
             scaler.scale(outputs["loss"]).backward()
             torch.backends.cuda.matmul.allow_tf32 = False
             model.before_update(step)
 
-            # Divide by the loss scale, clip, update. The scaler skips gradients that overflowed.
+            # Divide the gradients by the loss scale, clip them, update. The scaler skips the update
+            # if gradients overflowed.
             scaler.unscale_(optimizer)
             grad_norm = clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)  # None takes no memory
 
-            # The method's own changes: a teacher follows, a temperature stays in its bounds.
+            # Changes of the method: a teacher follows the network, a temperature is clamped.
             model.after_update(step, steps)
             progress.advance(batch, args.batch)
 
-            # What is due, on all ranks alike. A long evaluation may be killed: it follows a save.
+            # Decide what is due. All ranks decide alike. A save precedes each evaluation, because a
+            # long evaluation may be killed.
             evaluate_due = progress.due(args.eval_every)
             save_due = evaluate_due or any(map(progress.due, (args.save_every, args.keep_every)))
             save_due = save_due or progress.step == end
@@ -324,7 +328,7 @@ def train(args, out, device):
                     return stopping
                 continue
 
-            # Save, if the loss is finite, what the log will say of this step, too.
+            # Save if the loss is finite. The checkpoint also holds the log's line of this step.
             if log_due or stopping:
                 check_finite(args, progress.step, outputs["loss"], grad_norm, scaler)
             if log_due:
@@ -333,8 +337,8 @@ def train(args, out, device):
             if save_due or stopping:
                 save(args, model, optimizer, scaler, progress, stage_ends=progress.step == end)
 
-            # Evaluate on all ranks, and log. A run that must stop leaves an evaluation and the line
-            # of its step to the resumed run.
+            # Evaluate on all ranks, and log. If the run must stop, the resumed run evaluates and
+            # writes the line of this step.
             if log_due and not (evaluate_due and stopping):
                 end_step(args, data, embedder, eval_data, log, progress, scaler)
             if log_due:
@@ -343,7 +347,7 @@ def train(args, out, device):
             # Stop.
             if stopping:
                 return end_early(args, progress.step, stopping, stop)
-    stop.restore()  # from here on a signal ends the program at once
+    stop.restore()  # after this line a signal ends the program at once
     if failed := finish(args, embedder, eval_data, progress):
         stop.fail(" ".join(failed))
         return end_early(args, progress.step, stop.FAILED, stop)
@@ -351,13 +355,14 @@ def train(args, out, device):
 
 # Command line -----------------------------------------
 #
-# Each field of Config and of the method's Settings is a flag; the comment of a field is its help.
+# Each field of Config and of the method's Settings is a flag. The comment of a field is the help of
+# the flag.
 
 
 def parse_args(argv):
     """Command line -> the run's settings."""
-    # First read the flags of Config, because the method's flags and all defaults depend on them.
-    # `given` has only flags that are given.
+    # First read the flags of Config, because they decide which flags and defaults the method has.
+    # `given` has only the flags of the command line.
     parser = common.Parser(usage="train.py --method NAME [--FLAG VALUE ...]", add_help=False,
                            description=__doc__.partition("\n\nTo read")[0])
     parser.add_argument("--method", choices=METHODS, help="what to train. sparo, stair and sparc "
@@ -368,7 +373,7 @@ def parse_args(argv):
     given, rest = parser.parse_known_args(argv)
     given = vars(given)
     for name, value in given.items():
-        if value == "":  # as when a shell's variable is not set
+        if value == "":  # for example --out "$DIR" if DIR is not set
             raise UserError(f"{common.flag_of(name)} is empty: give a value, or leave it out.")
     if "resume" in given and "out" not in given:
         raise UserError("--resume needs --out, the directory of the run to continue.")
@@ -377,10 +382,10 @@ def parse_args(argv):
     if given.get("resume") == "auto":
         names = common.checkpoints(given["out"])
         given["resume"] = bool(names)
-        if names and "last.pt" not in names:  # killed between its first milestone and last.pt
+        if names and "last.pt" not in names:  # the run was killed before it first wrote last.pt
             given["checkpoint"] = names[0]
 
-    # Then read the method's flags. Defaults come from the preset, or from the run that is resumed.
+    # Then read the flags of the method. The defaults come from the preset or the resumed run.
     usual = default_settings(given)
     method = given.get("method", usual.get("method"))
     if method:
@@ -413,11 +418,11 @@ def lists_of_names(methods):
 
 def default_settings(given):
     """The settings that replace the defaults of the dataclasses. With --resume they are the
-    settings of the resumed run. Otherwise they are the settings of the preset and, with --finetune,
-    of that run's image encoder. given: {name: value} of the flags that are given."""
+    settings of the resumed run. Otherwise they are the settings of the preset. --finetune adds the
+    settings of the fine-tuned run's encoders. given: {name: value} of the flags that are given."""
     if given.get("resume"):
-        # A run whose config.json has no flip mirrors half of its images. An earlier --checkpoint
-        # was for that command alone.
+        # A run whose config.json lacks `flip` mirrored half of its images. --checkpoint is valid
+        # for one command, so its saved value is dropped.
         saved = vars(evaluation.settings_of_run(given["out"])[1])
         return {"flip": 0.5} | saved | {"checkpoint": "last.pt"}
     method = given.get("method", "classifier" if "finetune" in given else None)
@@ -450,19 +455,20 @@ def encoders_of(run, with_text):
     return texts | {"image_encoder": encoder, "image_size": args.image_size}
 
 
-# methods that start from a run
+# methods that fine-tune the encoders of another run
 FINE_TUNED = "classifier", "detector"
-# flags that need captions
+# settings that have an effect only on methods with captions
 TEXT_FLAGS = "vocab", "vocab_size", "text_encoder"
-# paths, which may differ between machines; Progress.check_ranks compares the data and the words
+# paths, which may differ between the machines of a run; Progress.check_ranks compares the data and
+# the vocabulary that the paths lead to
 PATHS = {"out", "image_root", "data", "eval_data", "vocab", "init_weights"}
 # settings that cannot change when a run is resumed
 FIXED = {"method", "preset", "vocab", "vocab_size", "optimizer", "finetune", "init_weights"}
 
 
 def check_settings(args, method, usual, given):
-    """Raise UserError for flags that do not fit each other. usual: the settings with no flag given;
-    these are always accepted. given: the flags of Config that are given."""
+    """Raise UserError for flags that do not fit each other. usual: the settings without any flag. A
+    flag with its usual value is accepted. given: the flags of Config that are given."""
     helps = common.comments_of(Config) | common.comments_of(method.Settings)
     unused = () if method.uses_text(args) else TEXT_FLAGS
     if method.views(args):
@@ -482,7 +488,7 @@ def check_settings(args, method, usual, given):
         if isinstance(value, (int, float)):
             check_number(flag, value, helps[name])
     if "steps" in given and "epochs" not in given:
-        args.epochs = None  # the resumed run may have had --epochs
+        args.epochs = None  # --steps replaces the --epochs of the resumed run
     if method.uses_text(args) and args.batch < 2:
         raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares captions.")
     if args.finetune and (args.init_weights or args.method not in FINE_TUNED):
@@ -495,8 +501,8 @@ def check_settings(args, method, usual, given):
 
 
 def check_number(flag, value, help):
-    """Raise UserError for a number that is not finite, is negative, or is outside the bounds in the
-    help of its flag, such as "> 0" and "<= 1"."""
+    """Raise UserError for a number that is not finite, is negative, or breaks a bound in the help
+    of its flag. The help has bounds such as "> 0" and "<= 1"."""
     if not math.isfinite(value) or value < 0:
         raise UserError(f"{flag} {value} must be finite and not negative.")
     holds = {">": operator.gt, "<": operator.lt, "<=": operator.le}
@@ -507,13 +513,13 @@ def check_number(flag, value, help):
 
 # The run's directory -----------------------------------------
 #
-# One process writes to the directory and holds a lock. The files of an earlier run are never
-# overwritten.
+# One process writes into the directory and holds a lock. A new run never overwrites the files of an
+# earlier run.
 
 
 def choose_run(args):
-    """The run's directory, the same on every rank. Raises UserError if it holds a run that is not
-    to be resumed."""
+    """The directory of the run, the same on every rank. Raises UserError if the directory holds
+    another run, which --resume does not continue."""
     if not args.out:
         args.out, i = f"runs/{args.method}", 2
         while Path(args.out).exists():
@@ -522,10 +528,10 @@ def choose_run(args):
     common.check_ranks({common.flag_of(name): value for name, value in vars(args).items()
                         if name not in PATHS})
     out, is_run = Path(args.out), False
-    with contextlib.suppress(UserError):  # no config: killed before it saved, begin anew
+    with contextlib.suppress(UserError):  # a run without config.json was killed before a save
         is_run = "argv" in common.read_config(out)
-    names = ["*.pt", "eval.json"]  # files that a run writes when it saves or ends
-    if not is_run:  # then files of these names are the user's own
+    names = ["*.pt", "eval.json"]  # a run has these files after a save
+    if not is_run:  # files of these other names then belong to the user
         names += ["config.json", "vocab.txt", "log.jsonl"]
     with common.writing(out):  # the directory's name may be too long
         replaced = [path.name for name in names for path in out.glob(name)]
@@ -537,10 +543,10 @@ def choose_run(args):
 
 @contextlib.contextmanager
 def claim_run(args):
-    """The run's directory, locked; None if this process writes nothing.
+    """A context with the directory of the run, locked, or None if this process writes nothing.
 
-    The lock is taken before train() reads or writes anything there. A new directory is removed if
-    the run fails, or a signal ends it, before it logs or saves a step.
+    The lock is taken before train() reads or writes files of the directory. A new directory is
+    removed if the run ends, by an error or by a signal, before a step is logged or saved.
     """
     out = None if args.dry_run or args.bench else choose_run(args)
     if out is None or this_rank()[0] > 0:
@@ -548,11 +554,11 @@ def claim_run(args):
         return
     is_new = not out.exists()
     with lock_run(out):
-        stop = Stop(at_once=True)  # until the training begins, and after its end
+        stop = Stop(at_once=True)  # handles signals before and after the training
         try:
             yield out
         finally:
-            # the lock is empty, and so is the log before its first line
+            # the files `lock` and, before its first line, log.jsonl are empty
             written = {path.name for path in out.glob("*") if path.stat().st_size}
             if is_new and written <= {"config.json", "vocab.txt", "first-batch.png"}:
                 shutil.rmtree(out, ignore_errors=True)
@@ -560,9 +566,9 @@ def claim_run(args):
 
 
 def lock_run(out):
-    """Make the run's directory and lock it -> the open file of the lock.
+    """Make the directory of the run and lock it -> the open file of the lock.
 
-    The kernel frees the lock when the file is closed or the process ends, even if the process is
+    The kernel frees the lock when the file is closed or the process ends, also if the process is
     killed. Forked workers do not hold the lock.
     """
     with common.writing(out):
@@ -570,8 +576,8 @@ def lock_run(out):
         file = open(out / "lock", "a")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with common.locked(out):  # an evaluation may write
-            for path in out.glob("*.tmp"):  # of killed processes, and no file of the user
+        with common.locked(out):  # an evaluation may write at the same time
+            for path in out.glob("*.tmp"):  # killed processes leave these files
                 if re.fullmatch(r".+\.(pt|jsonl?|png|txt)\.\d+\.tmp|.+\.pt\.tmp", path.name):
                     path.unlink(missing_ok=True)
     except BlockingIOError:
@@ -584,8 +590,8 @@ def lock_run(out):
 
 def write_run(args, tokenizer, out, step):
     """Write config.json and vocab.txt, from which eval.py and --resume build the model again.
-    Remove an eval.json of a later step than the step from which the run continues."""
-    # argv and directory are those of this command; paths in the settings are relative to directory
+    Remove eval.json if it belongs to a later step than `step`, from which the run continues."""
+    # `argv` and `directory` describe this command. Relative paths of settings start at `directory`.
     record = vars(args) | {"argv": sys.argv, "git": common.revision(),
                            "torch": str(torch.__version__), "threads": torch.get_num_threads(),
                            "directory": os.getcwd()}
@@ -603,7 +609,7 @@ def announce(args, data, model, tokenizer, device, progress):
     print(f"{params:.1f} M parameters on {device}; ranks: {this_rank()[1]}; of each rank: threads: "
           f"{torch.get_num_threads()}, --workers {args.workers}")
     if args.resume:
-        print(f"The run continues after step {progress.step} of {args.steps}.")
+        print(f"{progress.step} of {args.steps} steps of the run are done.")
     if isinstance(data, common.CaptionTable):
         print(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
     if tokenizer:
@@ -616,8 +622,8 @@ def announce(args, data, model, tokenizer, device, progress):
 
 
 def checkpoint_size(args, model):
-    """The size of a checkpoint in bytes: the model's tensors, and the optimizer's moments of what
-    is trained."""
+    """The size of a checkpoint in bytes: the tensors of the model, and the optimizer's moments of
+    the trained parameters."""
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     moments = 2 if args.optimizer in ("adamw", "lamb") else 1
     return sum(x.nbytes for x in model.state_dict().values()) + moments * trained
@@ -634,7 +640,7 @@ def check_vocabulary(args, data, tokenizer):
 
 
 class Log:
-    """log.jsonl, and what rank 0 prints of it now and then."""
+    """The file log.jsonl. Rank 0 also prints one of its lines about every ten seconds."""
 
     def __init__(self, args, out, step):
         self.args, self.warned, self.printed = args, set(), -math.inf
@@ -644,7 +650,8 @@ class Log:
             self.cut(step)
 
     def cut(self, step):
-        """Keep the lines up to the step; a killed run may have written half of the last line."""
+        """Keep the lines up to the step. The last line is dropped if a killed run wrote only a part
+        of the line."""
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
         kept = []
         for number, line in enumerate(lines, 1):
@@ -663,7 +670,7 @@ class Log:
         with common.writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps(plain, allow_nan=False) + "\n")
             file.flush()
-            os.fsync(file.fileno())  # before the next checkpoint, which counts on it
+            os.fsync(file.fileno())  # the next checkpoint relies on this line
         args, rate = self.args, record["images_per_s"]
         if time.monotonic() > self.printed + 10 or step == args.steps:
             self.printed = time.monotonic()
@@ -677,14 +684,14 @@ class Log:
 
 # Data, model, optimizer -----------------------------------------
 #
-# Every rank builds the same model from --seed, and reads its own part of the data.
+# Every rank builds the same model from --seed. Every rank reads another part of the data.
 
 
 def open_training_data(args, method):
-    """Open --data. Also set args.image_size: for shapes, to the size of the drawn images; for other
-    data without --image-size, to the encoder's image size. Also set args.workers and args.flip if
-    they are not given and, with --epochs, args.steps.
-    args.data_path and args.folder_captions tell eval.py what the run has learned from."""
+    """Open --data. Also set the settings that depend on the data: args.image_size, args.flip and
+    args.workers, unless their flags are given, and args.steps with --epochs. For shapes
+    args.image_size is the size of the drawn images. eval.py reads args.data_path and
+    args.folder_captions to know what the run has learned from."""
     _, world_size = this_rank()
     if args.batch % world_size:
         raise UserError(f"--batch {args.batch} must be a multiple of the {world_size} ranks.")
@@ -707,7 +714,7 @@ def open_training_data(args, method):
     args.image_size = image_size
     if args.flip is None:
         args.flip = 0.0 if content == "caption" else 0.5
-    # eval.py may run in another directory, or when the data are gone
+    # an absolute path, as eval.py may run in another directory, or after the data are removed
     args.data_path = str(Path(common.parse_spec(args.data)[0]).resolve())
     args.folder_captions = is_table and data.classes is not None
     if args.workers is None:
@@ -725,8 +732,8 @@ def open_training_data(args, method):
 
 
 def usual_workers(args, data):
-    """The number of workers if --workers is not given, see Config. It is the same on all ranks, as
-    the data are dealt to ranks x workers."""
+    """The number of workers if --workers is not given, see Config. All ranks need the same number,
+    because each worker of each rank reads an equal part of the data."""
     if isinstance(data, common.World) or sys.platform == "darwin":  # a fork may crash on macOS
         return 0
     parts = len(data) // (this_rank()[1] if data.unit == "shards" else args.batch)
@@ -740,8 +747,8 @@ def check_method(args):
 
 
 def choose_labels(args, data):
-    """The labelled data, or the share of them that --label-fraction leaves. Sets args.classes to
-    the names of the classes."""
+    """The labelled data, or the part of the data that --label-fraction chooses. Sets args.classes
+    to the names of the classes."""
     given = args.classes  # from --classes, or from the resumed run
     args.classes = list(data.classes or given or ())
     if not args.classes:
@@ -751,7 +758,7 @@ def choose_labels(args, data):
         raise UserError(f"The classes of {args.data} are {', '.join(args.classes)}; --classes or "
                         f"the resumed run has {', '.join(given)}: leave out --classes, or give "
                         "the run's data.")
-    data.classes = args.classes  # by which the labels of shards are looked up
+    data.classes = args.classes  # shards look up their labels in these names
     if args.label_fraction is None:
         return data
     if not isinstance(data, common.CaptionTable):
@@ -766,15 +773,16 @@ def by_knn(model):
 
 
 def opens_early(args, model):
-    """Whether the data to evaluate on are opened before the training, so that an error in them
-    costs no time. Otherwise --data are opened for the evaluation only after the training, because
-    a table would be in memory twice."""
-    return bool(args.eval_data or args.eval_every or by_knn(model)) and not args.bench
+    """Whether the data to evaluate on are opened before the training, so that an error is found
+    early. A table of training data is opened for the evaluation only after the training, because
+    the table would be in memory twice. Shards take no memory."""
+    given = args.eval_data or args.eval_every or ".tar" in args.data
+    return bool(given or by_knn(model)) and not args.bench
 
 
 def open_evaluation(args, model):
-    """The data of the run's own evaluation, or None if no task can use them. Raises UserError
-    instead of returning None if --eval-data or --eval-every is given."""
+    """The data for the evaluation that belongs to the run, or None if no task can use these data.
+    With --eval-data or --eval-every the function raises UserError instead of returning None."""
     options, data = evaluation.options_of({}, args), None
     try:
         with common.explained(UserError, "No evaluation"):
@@ -789,13 +797,13 @@ def open_evaluation(args, model):
         if args.eval_data or args.eval_every:
             raise
         print(f"note: {error}")
-    # a rank without data would leave the others waiting in the evaluation
+    # if one rank has no data, no rank evaluates, because the other ranks would wait for this rank
     return data if all(common.gather_objects(data is not None)) else None
 
 
 def build_tokenizer(args, data):
-    """The tokenizer. Its vocabulary is that of the resumed run, that of --vocab, or a new one that
-    rank 0 trains on up to 100,000 captions."""
+    """The tokenizer. A resumed run has its vocabulary in vocab.txt. A new run reads --vocab.
+    Without --vocab rank 0 trains a vocabulary on at most 100,000 captions."""
     if args.resume or args.vocab:
         return common.open_tokenizer(Path(args.out, "vocab.txt") if args.resume else args.vocab)
     words = None
@@ -824,13 +832,13 @@ def new_model(args, method, tokenizer):
 
 
 def initial_encoders(args, method, tokenizer):
-    """The image and the text encoder, with the weights of --finetune or --init-weights. Also
-    returns the other weights of --init-weights, for load_clip_parts, or None without the flag."""
+    """-> (image encoder, text encoder), with the weights of --finetune or --init-weights, and the
+    weights that belong to no encoder, for load_clip_parts, or None without weights."""
     encoders, parts = common.build_encoders(method, args, tokenizer), None
-    if args.resume or args.dry_run:  # the checkpoint has the weights, or they do not matter
+    if args.resume or args.dry_run:  # the weights come from the checkpoint, or do not matter
         return encoders, parts
     if args.finetune:
-        with torch.random.fork_rng(devices=[]):  # that run's model must not take random numbers
+        with torch.random.fork_rng(devices=[]):  # to build the source draws random numbers
             source = evaluation.load_run(args.finetune)[0].model
         common.copy_encoder(encoders[0], source.evaluation_encoder(), args.finetune)
         if method.uses_text(args):
@@ -852,7 +860,7 @@ def initial_encoders(args, method, tokenizer):
 
 
 def save_memory(args, model):
-    """Apply --grad-checkpoint and --accum-freq to all encoders, a teacher's included."""
+    """Apply --grad-checkpoint and --accum-freq to all encoders, also to those of a teacher."""
     if args.grad_checkpoint and isinstance(model.image_encoder, common.ResNet):
         raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT; {args.image_encoder} "
                         f"has none: leave the flag out, or lower --batch.")
@@ -868,8 +876,8 @@ def save_memory(args, model):
 
 
 def build_transform(args, method, encoder):
-    """The function that turns a decoded image into a training image, or into several views. Methods
-    without captions also apply this function to the world's images."""
+    """The function that turns a decoded image into a training image, or into several views. The
+    drawn images of `shapes` go through this function only for methods without captions."""
     views = method.views(args)
     if method.content(args) == "boxes":
         return functools.partial(common.crop_boxes, size=args.image_size,
@@ -887,21 +895,22 @@ def build_transform(args, method, encoder):
 
 
 def open_loader(args, data, transform, tokenizer, model, progress, device, stop):
-    """Yield this rank's batches on the device, beginning at the positions in `progress`. After the
-    disk has failed, the last batch comes again until all ranks have agreed to stop."""
+    """Yield the batches of this rank on the device, beginning at the positions in `progress`. If
+    the disk fails, the last batch is repeated until all ranks have agreed to stop."""
     rank, world_size = this_rank()
     context = model.text_encoder.context if tokenizer else None
     kind = common.Stream
     if isinstance(data, common.World):
         kind = common.WorldStream
-        transform = None if tokenizer else transform  # a crop may lose what the caption names
-    # Large JPEGs are decoded smaller, with enough pixels for the smallest crop.
+        transform = None if tokenizer else transform  # a crop may lose objects of the caption
+    # Large JPEGs are decoded at a smaller size, with enough pixels for the smallest crop.
     min_side = max(math.ceil(1.5 * args.image_size),
                    common.decoded_side(args.image_size, args.crop_scale))
     stream = kind(data, tokenizer, transform, min_side=min_side, context=context,
                   batch_size=args.batch // world_size, seed=args.seed + progress.order, rank=rank,
                   world_size=world_size, positions=dict(progress.positions), boxes=progress.boxes)
-    # While a step is computed, the workers make the parts of the next batch, and two at least.
+    # While a step is computed, the workers prepare the parts of the next batch, at least two parts
+    # each.
     ahead = max(2, math.ceil(stream.parts / max(1, args.workers)))
     messages = read_in_workers(stream, args.workers, ahead)
     batch = None
@@ -921,8 +930,8 @@ def open_loader(args, data, transform, tokenizer, model, progress, device, stop)
 
 
 def check_first_batch(args, batch):
-    """Look at the first batch of all ranks, where a loss compares images. Raises UserError if a
-    sample is there twice, because the loss would tell it from itself."""
+    """Compare the samples in the first batch of all ranks. Raises UserError if a sample is there
+    twice, because a contrastive loss would take the copy as a negative."""
     if METHODS[args.method].content(args) in ("label", "boxes"):
         return
     ranks = common.gather_objects(batch.get("samples", torch.empty(0)).tolist())
@@ -934,15 +943,15 @@ def check_first_batch(args, batch):
                         "read.")
 
 
-# Seconds to wait for a batch, and seconds between two checks that the workers are alive.
+# The run waits 1,800 seconds for a batch. Every 10 seconds the run looks whether workers are alive.
 PATIENCE, LOOK = 1800, 10
-# The run says what it waits for after so many seconds, and again after so many more.
+# After 60 seconds the run prints what it waits for. Later it prints this again every 300 seconds.
 FIRST_NOTE, NEXT_NOTE = 60, 300
 
 
 def read_in_workers(dataset, workers, ahead=2):
-    """Yield the items of an IterableDataset, which `workers` processes read, each `ahead` items
-    before they are needed."""
+    """Yield the items of an IterableDataset, which `workers` processes read. Each process reads
+    `ahead` items in advance."""
     place = tempfile.gettempdir()
     if workers and len(os.fsencode(place)) > 70:  # workers would print an error and send nothing
         raise UserError(f"TMPDIR {place} is too long for the workers' sockets: export "
@@ -953,7 +962,7 @@ def read_in_workers(dataset, workers, ahead=2):
         prefetch_factor=ahead if workers else None,
         # forked workers share the table's memory; Python 3.14 does not fork by default
         multiprocessing_context="fork" if workers else None,
-        generator=torch.Generator()))  # else the loader draws from the training's random numbers
+        generator=torch.Generator()))  # keeps the random numbers of the training unchanged
     waited, received = 0, 0
     while True:
         try:
@@ -961,12 +970,12 @@ def read_in_workers(dataset, workers, ahead=2):
         except StopIteration:
             return
         except RuntimeError as error:
-            # A worker whose batch does not fit into /dev/shm hangs: do not wait for ever.
+            # If a batch does not fit into /dev/shm, its worker hangs. So the wait has an end.
             waited += LOOK
             if waited >= PATIENCE or not str(error).startswith("DataLoader timed out"):
                 raise
             if waited >= FIRST_NOTE and (waited - FIRST_NOTE) % NEXT_NOTE < LOOK:
-                turn = received % workers  # workers send batches in turn
+                turn = received % workers  # the workers send their batches in turn
                 print(f"note: rank {this_rank()[0]} has had no batch for {waited:.0f} s. It waits "
                       f"for {awaited(turn, batches._workers[turn].pid)}", file=sys.stderr)
             continue
@@ -975,10 +984,10 @@ def read_in_workers(dataset, workers, ahead=2):
 
 
 def awaited(worker, pid):
-    """What a rank without a batch waits for, in words: a worker, and the files that the worker has
-    open. The words also tell how much shared memory is free."""
+    """A phrase about the worker that a rank waits for: the worker's process, the files that the
+    worker has open, and how much shared memory is free."""
     words = f"worker {worker} (process {pid})"
-    with contextlib.suppress(OSError):  # the worker has ended, or the system has no /proc
+    with contextlib.suppress(OSError):  # raised if the worker has ended, or without /proc
         files = [path for path in open_files(pid) - open_files("self")
                  if path.startswith("/") and not path.startswith("/dev/")]
         memory = shutil.disk_usage("/dev/shm")
@@ -989,21 +998,22 @@ def awaited(worker, pid):
 
 
 def open_files(pid):
-    """The paths of the files that a process has open, read without a look at their disk, which may
-    not answer."""
+    """The paths of the files that a process has open. The paths come from /proc, because the disk
+    of the files may not answer."""
     return {os.readlink(link) for link in os.scandir(f"/proc/{pid}/fd")}
 
 
 def ignore_signals(worker):
-    """torchrun and Slurm signal all processes, but workers must live until the run has saved."""
+    """Ignore signals in a worker. torchrun and Slurm send signals to all processes, but the workers
+    must live until the run has saved."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 @torch.no_grad()
 def find_boxes(args, data, model, device, autocast, stop):
-    """-> the box of each image (n, 4), in which the centres of its crops lie (BAM, App. G), and the
-    signal that ended the search, or 0. Each rank finds the boxes of its part of the data."""
+    """-> boxes (n, 4), and the signal that ended the search, or 0. The centres of an image's crops
+    lie in its box (BAM, App. G). Each rank finds the boxes of another part of the images."""
     def read(path):
         return common.squeezed(common.open_image(path, args.image_size), args.image_size)
 
@@ -1019,10 +1029,10 @@ def find_boxes(args, data, model, device, autocast, stop):
             x = torch.stack([image for image, _ in part]).to(device)
             with autocast():
                 boxes += model.boxes(x).tolist()
-    except UserError as error:  # the disk failed, or no image can be read
+    except UserError as error:  # the disk has failed, or no image can be read
         stop.fail(error)
     model.train()
-    found = torch.full((len(data), 4), math.nan)  # an image that cannot be read has no box
+    found = torch.full((len(data), 4), math.nan)  # images that cannot be read keep NaN
     ranks = common.gather_objects((rows, torch.tensor(boxes).view(-1, 4), stop.noted))
     for rows, boxes, _ in ranks:
         found[rows] = boxes
@@ -1031,17 +1041,17 @@ def find_boxes(args, data, model, device, autocast, stop):
 
 OPTIMIZERS = {  # {name: function (groups, betas=, eps=)}
     "adamw": functools.partial(torch.optim.AdamW, fused=True),
-    # DeiT's "sgd" is timm's, which has Nesterov momentum
+    # the "sgd" of DeiT is the SGD of timm, which has Nesterov momentum
     "sgd": lambda groups, betas, eps: torch.optim.SGD(groups, momentum=betas[0], nesterov=True),
     "lamb": METHODS["stair"].LAMB, "lars": METHODS["bam"].LARS}
 
 
 def build_optimizer(args, model, saved):
-    """A new optimizer. If a checkpoint `saved` is given, the optimizer continues from its state."""
+    """A new optimizer. With a checkpoint `saved`, the optimizer gets the state that was saved."""
     groups = common.param_groups(model, args.weight_decay)
     optimizer = OPTIMIZERS[args.optimizer](groups, betas=(0.9, args.beta2), eps=args.adam_eps)
     if saved:
-        settings = optimizer.param_groups  # of this command line; they replace the saved ones
+        settings = optimizer.param_groups  # the settings of this command replace the saved ones
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups = settings
     return optimizer
@@ -1049,7 +1059,7 @@ def build_optimizer(args, model, saved):
 
 def stages_of(args, step=0):
     """The stages that end after `step`: [(number, start, end, peak learning rate)]. A stage has the
-    steps start + 1 to end of the run."""
+    steps from start + 1 to end."""
     rows, end = [], 0
     for number, steps, lr in METHODS[args.method].stages(args):
         start, end = end, end + steps
@@ -1059,8 +1069,8 @@ def stages_of(args, step=0):
 
 
 def set_schedules(optimizer, args, step, steps, lr):
-    """Set the learning rate and the weight decay for a step of a stage, which has `steps` steps and
-    the peak learning rate `lr`."""
+    """Set the learning rate and the weight decay for a step of a stage. The stage has `steps` steps
+    and the peak learning rate `lr`."""
     schedule = {"cosine": common.cosine_lr, "linear": common.linear_lr}[args.schedule]
     for group in optimizer.param_groups:
         group["lr"] = schedule(step, steps, args.warmup, lr)
@@ -1070,28 +1080,28 @@ def set_schedules(optimizer, args, step, steps, lr):
 
 
 def wrap(args, model, world_size):
-    """The model, compiled if --compile is given, and in DDP if there are several ranks."""
+    """The model, compiled with --compile, and wrapped in DDP if there are several ranks."""
     if args.compile:
-        # DDP would split a compiled graph where its buckets end. A split graph cannot be
-        # recomputed, which --grad-checkpoint does.
+        # DDP would split a compiled graph at the ends of its buckets. --grad-checkpoint cannot
+        # recompute a split graph.
         torch._dynamo.config.optimize_ddp = False
-        torch._dynamo.config.cache_size_limit = 128  # a graph for each block's stochastic depth
+        torch._dynamo.config.cache_size_limit = 128  # blocks differ in drop_path: a graph for each
         for module in model.modules():
             if isinstance(module, common.COMPILED):
                 module.compile()
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        # All ranks compute equal buffers, because statistics are those of the global batch.
+        # All ranks compute equal buffers, because BatchNorm's statistics are of the global batch.
         model.broadcast_buffers = False
     return model
 
 
 def mixed_precision(args, device):
-    """-> autocast (a function that returns the context of --amp), the scaler of the loss, and
-    whether the encoders run in half precision."""
+    """-> a function that returns the autocast context of --amp, the scaler of the loss, and whether
+    the encoders run in half precision."""
     is_gpu = device.type == "cuda"
-    if is_gpu and not args.amp and not torch.cuda.is_bf16_supported(False):  # or emulated
-        args.amp = "fp16"  # config.json must tell
+    if is_gpu and not args.amp and not torch.cuda.is_bf16_supported(False):  # False: not emulated
+        args.amp = "fp16"  # config.json records this value
         print("note: this GPU computes no bf16, so --amp is fp16")
     amp = args.amp or ("bf16" if is_gpu else "off")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[amp]
@@ -1106,36 +1116,39 @@ def to_device(batch, device):
 
 # What moves while training -----------------------------------------
 #
-# A checkpoint keeps the whole Progress, so that a resumed run continues bit for bit on a CPU.
+# A checkpoint holds the whole Progress. So on a CPU a resumed run gives the same bits as a run that
+# was never stopped.
 
 
 @dataclasses.dataclass
 class Progress:
-    """All that changes during training and is saved, apart from weights, optimizer, loss scale."""
+    """What changes during training and is saved, beside weights, optimizer and loss scale."""
 
     data: str = ""  # fingerprint of the data to which the positions and boxes belong
     words: int | None = None  # hash of the vocabulary, if there is one
-    seed: int = 0  # --seed, to which the positions belong, too
+    seed: int = 0  # --seed, to which the positions also belong
     step: int = 0
-    samples: int = 0  # of all steps, as --batch may change when a run is resumed
-    stage: int = 1  # the stage of the last step
-    order: int = 0  # added to --seed for the order of the data; see restore
+    samples: int = 0  # number of samples in all steps; --batch may change on --resume
+    stage: int = 1  # number of the stage of the last step
+    order: int = 0  # number that is added to --seed for the order of the data; see restore
     positions: dict = dataclasses.field(default_factory=dict)  # {worker: how far it has read}
-    boxes: torch.Tensor | None = None  # (n, 4), regions of crop centres (BAM, App. G)
-    record: dict = dataclasses.field(default_factory=dict)  # of the last logged step
+    boxes: torch.Tensor | None = None  # (n, 4), boxes of crop centres (BAM, App. G)
+    record: dict = dataclasses.field(default_factory=dict)  # line of the last logged step
 
     def due(self, every):
-        """Whether an action that is due once in `every` steps is due after this step; 0: never."""
+        """Whether an action is due after this step. The action is due once in `every` steps, and
+        never if `every` is 0."""
         return every > 0 and self.step % every == 0
 
     def needs_boxes(self, refreshes):
-        """Whether the boxes are computed before this step: at the steps `refreshes`, and after the
-        first of them if there are none, because the data are others than those of last.pt."""
+        """Whether the boxes are computed before this step. They are computed at the steps
+        `refreshes`. They are also computed if they are missing after the first of these steps, as
+        in a run that is resumed with other data."""
         is_late = len(refreshes) > 0 and self.step > refreshes[0]
         return self.step in refreshes or (is_late and self.boxes is None)
 
     def check_ranks(self, annotations, scaler):
-        """Raise UserError if ranks would train on other data, words or steps."""
+        """Raise UserError if ranks have different data, vocabularies, labels, steps or dtypes."""
         common.check_ranks({"data": self.data, "a vocabulary with the hash": self.words,
                             "captions, labels or boxes with the hash": annotations,
                             "a last.pt after step": self.step, "fp16": scaler.is_enabled()})
@@ -1146,9 +1159,9 @@ class Progress:
         self.positions |= batch["position"]
 
     def note(self, record):
-        """Keep what the log will say of this step: {"step": number}, the means of a record's
-        numbers over ranks and, if samples were skipped, "skipped": {reason: count over all ranks}.
-        Every rank must call it."""
+        """Keep the record of this step for the log. It has the step, the means of all numbers over
+        ranks and, if samples were skipped, "skipped": {reason: count over all ranks}. Every rank
+        must call this method."""
         ranks = common.gather_objects((record, common.skipped_by(self.positions)))
         records, skipped = zip(*ranks)
         means = {name: sum(x[name] for x in records) / len(records) for name in record}
@@ -1157,7 +1170,7 @@ class Progress:
         self.record = {"step": self.step} | means | ({"skipped": counts} if counts else {})
 
     def state(self, workers):
-        """What a checkpoint keeps. Every rank must call it."""
+        """The values that a checkpoint holds. Every rank must call this method."""
         state = vars(self) | {"workers": workers, "part": common.Stream.part}
         cuda_rng = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         local = {"rng": torch.get_rng_state(), "cuda_rng": cuda_rng,
@@ -1165,18 +1178,18 @@ class Progress:
         return state | {"ranks": common.gather_objects(local)}
 
     def restore(self, state, workers):
-        """Continue from a checkpoint's state, with this rank's random numbers.
+        """Continue from the state of a checkpoint, with the random numbers of this rank.
 
-        If the data, --seed, the number of ranks, the number of workers or the samples of a message
-        changed, the saved positions are not valid. The data then begin again, in an order that the
-        run has not used before.
+        The saved positions are invalid if the data, --seed, the number of ranks, the number of
+        workers or the number of samples in a message has changed. The data then begin again, in an
+        order that the run has not used before.
         """
         rank, world_size = this_rank()
         if state["words"] != self.words:
             raise UserError("vocab.txt has other words than the run: put the old file back.")
         self.step, self.samples = state["step"], state["samples"]
         self.stage, self.order = state["stage"], state["order"]
-        self.record = state.get("record", {})  # which older checkpoints lack
+        self.record = state.get("record", {})  # older checkpoints have no record
         if state["boxes"] is not None and state["data"] == self.data:
             self.boxes = state["boxes"].cpu()
         saved = len(state["ranks"]), *map(state.get, ("workers", "data", "part", "seed"))
@@ -1193,8 +1206,8 @@ class Progress:
 
 
 def save(args, model, optimizer, scaler, progress, stage_ends=False):
-    """Write stage-N.pt at the end of a stage, step-S.pt if it is due, and last.pt. Every rank must
-    call it."""
+    """Write stage-N.pt at the end of a stage, step-S.pt if --keep-every asks for it, and last.pt.
+    Every rank must call this function."""
     state = {"method": args.method, "model": model.state_dict(), "scaler": scaler.state_dict(),
              "optimizer": optimizer.state_dict(), **progress.state(args.workers)}
     names = []
@@ -1202,7 +1215,7 @@ def save(args, model, optimizer, scaler, progress, stage_ends=False):
         names.append(f"stage-{progress.stage}.pt")
     if progress.due(args.keep_every):
         names.append(f"step-{progress.step}.pt")
-    names.append("last.pt")  # last, because a resumed run does not write earlier files again
+    names.append("last.pt")  # written last: a run that has last.pt also has the other files
     if this_rank()[0] == 0:
         for name in names:
             common.write_file(Path(args.out, name), state)
@@ -1210,9 +1223,9 @@ def save(args, model, optimizer, scaler, progress, stage_ends=False):
 
 def load_state(args, data, model, scaler, progress, device):
     """Restore weights, loss scale and `progress` from --checkpoint -> the whole checkpoint.
-    With --epochs, set args.steps to the steps so far plus those for the rest of the epochs. Raises
-    UserError if the run has made more than --steps steps, or if the current flags put the run's
-    last step into another stage."""
+    With --epochs, set args.steps to the steps so far plus the steps that the epochs still need.
+    Raises UserError if the run has made more than --steps steps. Also raises UserError if the flags
+    of this command put the last step into another stage."""
     path = Path(args.out, args.checkpoint)
     state = common.load_checkpoint(path, device)
     common.restore_model(model, state["model"], path, "leave out flags that change the model; "
@@ -1233,23 +1246,24 @@ def load_state(args, data, model, scaler, progress, device):
     return state
 
 
-# what Slurm, other clusters, a shell and a closed terminal send before the end
+# Slurm, other clusters, a shell and a closed terminal send these signals before they end a process
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
            signal.SIGHUP)
-# ranks ask each other for signals after so many seconds, but at the latest after so many steps
+# Ranks ask each other for signals every 2 seconds, and at least every 10 steps.
 ASK, ASK_STEPS = 2, 10
 
 
 class Stop:
     """Notes a signal, so that the run can save and end after its step.
 
-    A signal that is ignored stays ignored, as SIGHUP under nohup. No signal is noted in a thread
-    other than the main one, because Python forbids it. A second Ctrl-C ends the run at once. With
-    several ranks it does not, because Slurm and torchrun may both send a signal for one Ctrl-C.
-    at_once: any signal ends the run at once.
+    A signal that is ignored stays ignored, for example SIGHUP under nohup. Only the main thread
+    notes signals, because Python allows handlers in no other thread. A second Ctrl-C ends a run of
+    one rank at once. It does not end a run of several ranks, because Slurm and torchrun may both
+    send a signal for one Ctrl-C. at_once: any signal ends the run at once.
     """
 
-    FAILED = 10_000  # noted after the disk or the last evaluation failed, above all signals
+    # Noted if the disk or the last evaluation has failed. The number is above those of all signals.
+    FAILED = 10_000
 
     def __init__(self, at_once=False):
         self.noted, self.error, self.at_once = 0, None, at_once
@@ -1272,9 +1286,9 @@ class Stop:
         self.noted, self.error = self.FAILED, str(error)
 
     def agreed(self, device, is_due):
-        """The signal that any rank has noted, or 0. Every rank must call it after each step. A GPU
-        waits while ranks ask each other, so they ask rarely, and if is_due. They also agree after
-        how many steps they ask again, by the slowest rank's clock."""
+        """The signal that any rank has noted, or 0. Every rank must call this method after each
+        step. The GPUs wait while ranks ask each other. So the ranks ask only after self.steps
+        steps, and if is_due. The ranks agree on self.steps, by the clock of the slowest rank."""
         if not dist.is_initialized():
             return self.noted
         self.left -= 1
@@ -1290,8 +1304,8 @@ class Stop:
 
 
 def end_early(args, step, number, stop):
-    """Say how to continue a run that a signal stopped, and return the signal's number. Raises
-    UserError if the disk of a rank failed, or the evaluation at the end."""
+    """Print how to continue a run that a signal stopped, and return the number of the signal.
+    Raises UserError if the disk of a rank or the last evaluation has failed."""
     if number == stop.FAILED:
         error = next(filter(None, common.gather_objects(stop.error)))
         raise UserError(f"{error} Step {step} is saved: start the same command again with --resume "
@@ -1302,14 +1316,14 @@ def end_early(args, step, number, stop):
 
 
 class Clock:
-    """Images per second and the fraction of time that waits for data, since the last reset."""
+    """Measures images per second, and the fraction of time in which the run waits for data."""
 
     def reset(self):
         self.start, self.waits = self.now(), []
 
     def now(self):
-        """The present time. On a GPU this is an event in the GPU's queue, because the host runs
-        ahead of the GPU."""
+        """The present time. On a GPU the time is an event in the queue of the GPU, because the CPU
+        runs ahead of the GPU."""
         if not torch.cuda.is_available():
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -1335,13 +1349,13 @@ class Clock:
                 "peak_memory_bytes": torch.cuda.max_memory_allocated() or process_memory}
 
 
-LEAST_SCALE = 2.0**-100  # the loss scale of fp16 after more than 100 skipped updates in a row
+LEAST_SCALE = 2.0**-100  # loss scale of fp16 after more than 100 skipped updates in a row
 
 
 def check_finite(args, step, loss, grad_norm, scaler):
     """Raise UserError if the loss or the gradient is not finite, or if fp16 skips every update.
-    Looking once in a while is enough, as weights that are NaN stay NaN on all ranks."""
-    # With fp16 a gradient may overflow; the scaler skips that update and halves its scale.
+    A check at logged steps is enough, because weights that are NaN stay NaN."""
+    # A gradient in fp16 may overflow. The scaler then skips the update and halves its scale.
     if not torch.isfinite(loss if scaler.is_enabled() else loss + grad_norm):
         raise UserError(f"The loss is {loss.item()}, the gradient's norm is {grad_norm.item()} at "
                         f"step {step}: lower --lr, raise --warmup or change --amp.")
@@ -1352,13 +1366,13 @@ def check_finite(args, step, loss, grad_norm, scaler):
 
 # Log, evaluation, cost -----------------------------------------
 #
-# What happens once in a while. Nothing here changes what is trained.
+# These functions run at some steps only. They do not change the model.
 
 
 @torch.no_grad()
 def measure(args, model, batch, autocast, outputs, grad_norm):
-    """The scalars to log for a step: the outputs of the step, the scalars that the method computes
-    only for the log (diagnose), the norm of the gradient and the loss at chance."""
+    """The scalars to log for a step: the outputs of the step, the norm of the gradient, and the
+    loss of a random guess. Model.diagnose adds scalars that only the log needs."""
     model.eval()
     with autocast():
         scalars = outputs | model.diagnose(batch) | {"grad_norm": grad_norm}
@@ -1369,14 +1383,14 @@ def measure(args, model, batch, autocast, outputs, grad_norm):
 
 
 def warning(args, data, model, scaler, record):
-    """A warning about a logged step, or None: about gradients that overflow whatever the scale of
-    the loss is, one of the method, or that more than a tenth of the samples were skipped."""
+    """A warning about a logged step, or None. There are warnings for gradients that overflow at any
+    loss scale, for what the method finds wrong, and for more than a tenth of skipped samples."""
     if scaler.get_scale() < 1:
         return ("gradients overflow in fp16, and updates are skipped: if this goes on, nothing is "
                 "learned and the run ends")
     skipped = record.get("skipped", {})
     lost, used = sum(skipped.values()), record["step"] * args.batch
-    if isinstance(data, common.CaptionTable):  # whose broken rows are counted at the start
+    if isinstance(data, common.CaptionTable):  # the start counts all broken rows of a table
         used = max(used, len(data))
     of_method = model.warn(record)
     if of_method or lost <= 0.1 * (lost + used):
@@ -1386,14 +1400,16 @@ def warning(args, data, model, scaler, record):
 
 
 def show_first_batch(args, tokenizer, batch):
-    """Draw eight samples of rank 0's first batch into first-batch.png, as the model reads them, and
-    print what the whole batch holds."""
+    """Draw eight samples of the first batch of rank 0 into first-batch.png, as the model reads
+    them. Print facts about the whole batch."""
     if this_rank()[0] > 0:
         return
     views = [view[:8].cpu() for view in batch.get("views") or [batch["images"]]]
     pictures = [evaluation.join([*map(evaluation.to_picture, crops)], gap=2)
                 for crops in zip(*views)]
     texts, facts = [("", "")] * len(pictures), f"{args.batch // this_rank()[1]:,} images"
+    if len(views) > 1:
+        facts += f", each in {len(views)} views, which stand side by side"
     if "captions" in batch:
         inputs = batch["tokens"], batch["mask"], batch["captions"]
         texts = evaluation.as_read(tokenizer, *inputs)
@@ -1405,19 +1421,19 @@ def show_first_batch(args, tokenizer, batch):
         names = [evaluation.spelled(tokenizer, ids[kept][1:-1]) for ids, kept in queries]
         texts = []
         for picture, boxes, classes in zip(pictures, batch["boxes"], batch["classes"]):
-            evaluation.draw_boxes(picture, boxes[classes.any(1)])  # other rows fill the batch up
+            evaluation.draw_boxes(picture, boxes[classes.any(1)])  # other rows are padding
             texts.append((", ".join(names[q] for q in classes.nonzero()[:, 1]), ""))
     if left_out := common.skipped_by(batch["position"]):
         facts += f"; left out so far: {common.describe_skipped(left_out)}"
     path = Path(args.out, "first-batch.png")
-    path.parent.mkdir(parents=True, exist_ok=True)  # --dry-run has not made the directory
+    path.parent.mkdir(parents=True, exist_ok=True)  # --dry-run makes no directory before
     common.write_file(path, evaluation.sheet_of_samples(pictures, texts, f"First batch: {facts}."))
     print(f"{path} shows eight samples of the first batch as the model reads them. Look at it "
           f"first. The batch: {facts}.")
 
 
 def describe_captions(tokenizer, tokens, mask, captions, texts):
-    """How many captions a batch has, how long they are, and what the model does not read."""
+    """A phrase about the captions of a batch: their length, and what the model does not read."""
     n, length = len(captions), int(mask.sum()) - 2 * len(captions)  # without [CLS] and [SEP]
     unknown = int((tokens == tokenizer.unk).sum()) / max(1, length)
     cut, again = sum(bool(cut) for _, cut in texts) / n, 1 - len(set(captions)) / n
@@ -1427,7 +1443,7 @@ def describe_captions(tokenizer, tokens, mask, captions, texts):
 
 
 def label_texts(labels, classes):
-    """Labels (B,), or shares of classes (B, C) after MixUp or CutMix -> names."""
+    """Labels (B,) -> names. Shares of classes (B, C), from MixUp or CutMix -> names with shares."""
     if labels.ndim == 1:
         return [classes[label] for label in labels]
     return [", ".join(f"{row[c]:.2f} {classes[c]}" for c in row.nonzero()[:, 0])
@@ -1435,9 +1451,9 @@ def label_texts(labels, classes):
 
 
 def evaluate_unnoticed(args, embedder, eval_data, step):
-    """The metrics of --eval-every; the most important ones are printed. A model with neither
-    captions nor classes is evaluated by k-NN alone, because a linear probe takes long. The
-    evaluation does not change the random numbers of the training."""
+    """The metrics of --eval-every. The main metrics are printed. A model with neither captions nor
+    classes is evaluated by k-NN alone, because a linear probe takes long. The random numbers of the
+    training do not change."""
     options = evaluation.options_of({"task": "knn"} if by_knn(embedder.model) else {}, args)
     devices = [embedder.device] if embedder.device.type == "cuda" else []
     embedder.model.eval()
@@ -1451,9 +1467,9 @@ def evaluate_unnoticed(args, embedder, eval_data, step):
 
 
 def end_step(args, data, embedder, eval_data, log, progress, scaler):
-    """Evaluate after a logged step if that is due, then write the step's line. The line says that
-    the step is done: if the line is missing, the resumed run calls this function. Every rank must
-    call it."""
+    """Evaluate after a logged step if an evaluation is due, then write the line of the step. If a
+    killed run has not written the line, the resumed run calls this function. Every rank must call
+    it."""
     record = progress.record
     if progress.due(args.eval_every) and record["step"] == progress.step:
         record = record | evaluate_unnoticed(args, embedder, eval_data, progress.step)
@@ -1462,9 +1478,9 @@ def end_step(args, data, embedder, eval_data, log, progress, scaler):
 
 
 def finish(args, embedder, eval_data, progress):
-    """Print what the workers of all ranks skipped, evaluate on all ranks, draw on rank 0, and say
-    where the results are -> which tasks failed and what could not be written, in words. Every rank
-    must call it."""
+    """Print which samples all ranks skipped, evaluate on all ranks, draw on rank 0, and print where
+    the results are. Returns a message for each task that failed and for each file that could not
+    be written. Every rank must call this function."""
     every_rank = common.gather_objects(common.skipped_by(progress.positions))
     if skipped := common.describe_skipped(common.total_skipped(every_rank)):
         print(f"skipped {skipped}")
@@ -1478,9 +1494,9 @@ def finish(args, embedder, eval_data, progress):
         embedder.step = progress.step
         evaluation.evaluate_and_show(embedder, eval_data, options, args.out, failed)
     words = "a red ring" if evaluation.is_shapes(args.data) else "a dog"
-    is_searcher = embedder.tokenizer and not embedder.model.detect  # boxes have no search
+    is_searcher = embedder.tokenizer and not embedder.model.detect  # a detector cannot search
     flags = f' --query "{words}"' if is_searcher else ""
-    if eval_data is None and not flags:  # the training images have no labels to learn from
+    if eval_data is None and not flags:  # a probe needs labels, which these images do not have
         flags = " --data TEST --train-data TRAIN"
     print(f"{args.out} holds the weights, the log and the pictures. To train longer, add --resume "
           f"--out {shlex.quote(args.out)} and more --steps. Next:\n"
@@ -1491,10 +1507,10 @@ def finish(args, embedder, eval_data, progress):
 
 @torch.no_grad()
 def dry_run(args, method, model):
-    """Print what the settings cost, in lines and as JSON. A multiply-add is 2 FLOPs."""
-    model.eval()  # else, on several GPUs, BatchNorm would gather CPU tensors
+    """Print what the settings cost, as lines and as JSON. A multiply-add is 2 FLOPs."""
+    model.eval()  # in training mode BatchNorm would gather CPU tensors of several GPUs
     with contextlib.ExitStack() as stack:
-        if not dist.is_initialized():  # a loss that gets samples of several ranks asks for its own
+        if not dist.is_initialized():  # a loss of several ranks asks for the number of its rank
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             stack.callback(dist.destroy_process_group)
         of_one, in_batch = forward_flops(args, method, model)
@@ -1505,7 +1521,7 @@ def dry_run(args, method, model):
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
     # a backward pass costs two forward passes; a teacher has none
     hours = args.batch * args.steps * 3 * in_batch / H100 / 3600
-    # weights, moments, gradients, and what the forward pass keeps of each sample of a rank
+    # weights, moments, gradients, and what the forward pass keeps for each sample of a rank
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     of_rank = args.batch // args.dry_run
     memory = checkpoint_size(args, model) + gradients + (kept[1] - kept[0]) / 2 * of_rank
@@ -1525,9 +1541,9 @@ def forward_flops(args, method, model):
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(batch, lambda x: torch.cat([x] * ranks))
         flops[n, ranks] = counter.get_total_flops() / n
-    # A loss that compares all pairs adds the same number of FLOPs for each sample of the batch, and
-    # FILIP's choice of tokens adds one for each sample of the rank. A detector's images share their
-    # queries, so that a larger batch adds nothing.
+    # A loss compares a sample with each sample of the batch, and each comparison adds the FLOPs
+    # `of_all`. FILIP's choice of tokens adds the FLOPs `of_rank` for each sample of the rank. The
+    # images of a detector share their queries, so that a larger batch adds nothing.
     of_one = flops[2, 1]
     of_all = (flops[2, 2] - of_one) / 2
     of_rank = (flops[4, 1] - of_one) / 2 - of_all
@@ -1537,7 +1553,7 @@ def forward_flops(args, method, model):
 
 def kept_bytes(model, batch):
     """The bytes that a forward pass in bf16 keeps for the backward pass, with fused attention."""
-    kept = {}  # by address; a tensor may be kept several times
+    kept = {}  # {address: storage}, because a storage may be kept several times
 
     def keep(x):
         storage = x.untyped_storage()
@@ -1551,8 +1567,8 @@ def kept_bytes(model, batch):
 
 
 def bench(args, clock, step):
-    """Whether --bench ends after this step. It then prints the rates of its steps, in words and as
-    JSON. The clock starts after the first BENCH_WARMUP steps."""
+    """Whether --bench ends after this step. After the last step the rates are printed, in words and
+    as JSON. The clock starts after the first BENCH_WARMUP steps."""
     if step == BENCH_WARMUP:
         clock.reset()
     if step < BENCH_WARMUP + args.bench:
@@ -1565,8 +1581,8 @@ def bench(args, clock, step):
 
 
 def made_up_batch(args, method, model, n):
-    """A random batch for n images: n images for each view, n images with labels, or n images with
-    captions of full length."""
+    """A random batch of n images, as the method reads them: in views, with labels, with boxes, or
+    with captions of full length."""
     views = method.views(args)
     if views:
         return {"views": [torch.randn(n, 3, view["size"], view["size"]) for view in views]}
@@ -1574,7 +1590,7 @@ def made_up_batch(args, method, model, n):
     if method.content(args) == "label":
         return images | {"labels": torch.randint(len(args.classes), (n,))}
     text, texts = model.text_encoder, n
-    if method.content(args) == "boxes":  # a box in each image, which asks for 50 classes
+    if method.content(args) == "boxes":  # an image has one box, and 50 classes are looked for
         texts, is_asked = 50, torch.ones(n, 50, dtype=torch.bool)
         images |= {"asked": is_asked, "boxes": torch.rand(n, 1, 4), "classes": is_asked[:, None]}
     return images | {"tokens": torch.randint(text.vocab_size, (texts, text.context)),
@@ -1583,26 +1599,26 @@ def made_up_batch(args, method, model, n):
 
 # Main -----------------------------------------
 #
-# An error of the user is printed as one sentence, by one rank of each machine. A signal stops the
-# training at the next step (see Stop) and ends the program as that signal would.
+# One rank of each machine prints an error of the user, as one sentence. A signal stops the training
+# after the present step (see Stop). The program then ends by this signal.
 
 
 @common.without_tf32()
 def main(argv=None):
-    """Train as the command line says -> the signal that stopped the run, if any."""
+    """Train as the command line says -> the signal that stopped the run, or None."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
     device = common.init_distributed()
     try:
         with common.rank_0_prints(), claim_run(args) as out:
             stopped_by = train(args, out, device)
-    except RuntimeError as error:  # torch raises it, at any line, when a worker dies
+    except RuntimeError as error:  # torch raises this error at any line if a worker dies
         if not str(error).startswith(("DataLoader worker (pid", "DataLoader timed out")):
             raise
         raise UserError(f"A data loading worker was killed, or sent no batch for {PATIENCE // 60} "
                         "minutes, perhaps because /dev/shm is full: lower --workers or --batch, or "
                         "raise the container's --shm-size. `--resume auto --out "
                         f"{args.out}` continues the run.") from None
-    if dist.is_initialized():  # skipped after an error: NCCL would wait for the other ranks
+    if dist.is_initialized():  # not reached after an error, as NCCL would wait for other ranks
         dist.destroy_process_group()
     return stopped_by
 
@@ -1618,11 +1634,11 @@ if __name__ == "__main__":
         if isinstance(error, UserError):
             sys.exit(f"error: {error}")
         raise
-    finally:  # Python would end the workers by SIGTERM, which they ignore, and wait for ever
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch raises an error for each worker
+    finally:  # Python would wait for ever, because the workers ignore its SIGTERM
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # keeps torch from an error for each worker
         for worker in multiprocessing.active_children():
             worker.kill()
-    if stopped_by:  # end by the signal itself, so that a shell's loop, && and Slurm see the signal
+    if stopped_by:  # end by the signal, so that loops and && of a shell, and Slurm, see the signal
         sys.stdout.flush()
         signal.signal(stopped_by, signal.SIG_DFL)
         os.kill(os.getpid(), stopped_by)

@@ -260,7 +260,8 @@ def test_bam_on_one_folder_notes_at_once_what_an_evaluation_needs(tmp_path, caps
 
 @pytest.mark.parametrize("name, flags, early", [
     ("sparc", "", False), ("bam", "", True), ("bam", "--bench 2", False),
-    ("sparc", "--eval-every 5", True), ("sparc", "--eval-data x.csv", True)])
+    ("sparc", "--eval-every 5", True), ("sparc", "--eval-data x.csv", True),
+    ("sparc", "--data x.tar", True)])
 def test_only_an_evaluation_that_is_asked_for_opens_its_data_early(name, flags, early):
     args = train.parse_args([*SMALL[name], *flags.split()])
     assert train.opens_early(args, tiny_model(name)) == early
@@ -1194,7 +1195,7 @@ def test_the_first_batch_shows_captions_as_they_are_read(tmp_path):
 
 def test_the_first_batch_shows_views_labels_and_boxes(tmp_path):
     said, _ = first_batch(SMALL["bam"], tmp_path / "bam")
-    assert said == "8 images."
+    assert said == "8 images, each in 4 views, which stand side by side."
     page = Image.open(tmp_path / "bam/first-batch.png").width
     classes = {f"data/{name}/{i}.jpg": picture() for name in ("ring", "star") for i in range(4)}
     write_files(tmp_path, classes)
