@@ -2407,8 +2407,8 @@ def tasks_to_run(options, data, model):
     usable = [name for name, task in TASKS.items() if task.fits(data) and task.suits(model)]
     can = f"On {options.data} this model can run {', '.join(usable) or 'no task'}"
     if not usable and not PICTURES.keys() & asked:
-        raise UserError(f"{can}: give class folders, a table of captions or shapes; tar shards "
-                        f"are for training, unless they have CLIP_benchmark's layout.")
+        raise UserError(f"{can}: give class folders, a table of captions or shapes, by eval.py "
+                        f"--data or train.py --eval-data; tar shards need CLIP_benchmark's layout.")
     pictures = pictures_to_draw(model, data, asked)
     if unfit := [name for name in asked if name not in usable and name not in pictures]:
         raise UserError(f"{can}; {unfit[0]} needs other data or another model, see --help.")
