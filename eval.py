@@ -7,12 +7,11 @@ eval.py RUN ...` divides the images and captions among 8 GPUs.
 
 A map of the sections:
 
-    Metrics             pure functions on matrices; k-NN, k-means and linear probes (their images
-                        come from EvalSet.learn, in Data)
+    Metrics             pure functions on matrices; k-NN and linear probes
     The embedder        a model that reads and encodes images and captions, in fp32
     A run, its options  load_run: a run's directory -> Embedder and settings; options_of
     Data                EvalSet: one interface to every kind of data; functions that open data;
-                        the world of shapes
+                        the drawn images of shapes
     Tasks               functions of (Embedder, EvalSet, options); tasks of one method come last
     What can be measured   TASKS: the table of all tasks, and what each task needs
     Pictures            PICTURES: the table of all pictures, and what each picture needs
@@ -57,30 +56,31 @@ import stair
 from common import UserError
 
 METHODS = {module.__name__: common.Method(module) for module in (sparo, stair, sparc, bam)}
-METHODS["classifier"] = common.Method(bam.CLASSIFIER)  # what train.py --finetune trains
-METHODS["detector"] = common.Method(sparc.DETECTOR)  # what --method detector --finetune trains
+METHODS["classifier"] = common.Method(bam.CLASSIFIER)  # train.py --finetune trains a classifier
+METHODS["detector"] = common.Method(sparc.DETECTOR)  # train.py --method detector needs --finetune
 
 
 # Metrics ----------------------------------------------------------------------------------
 #
-# A metric takes matrices and returns numbers. So a test can compare the numbers with a calculation
-# by hand, and you can copy the function into other code.
+# A metric is a function that takes matrices and returns numbers. So a test can compare the numbers
+# with a calculation by hand, and you can copy the function into other code.
 
 
 def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
     """Fraction of queries with at least one positive among their k best keys -> {k: float}.
 
     queries (Q, E), keys (K, E); similarity(queries, keys) -> scores (Q, K).
-    positives: ids of the queries (Q,) and of the keys (K,); a pair with equal ids is positive.
-    chunk: how many queries are scored at a time; their scores take chunk x K x 4 bytes, and the
-    masks less.
+    positives: ids of the queries (Q,) and of the keys (K,). A query and a key with equal ids are a
+    positive pair. chunk: how many queries are scored at a time. Their scores take chunk x K x 4
+    bytes, and the masks take less.
 
-    A negative key that has the same score as the best positive key counts as better. So a model
-    that gives every pair the same score gets the worst recall, not the best.
+    A negative key with the score of the best positive key counts as better than the positive key.
+    So a model that gives every pair the same score gets the worst recall, not the best.
 
     differs: SPARO (Sec. 4.2) defines recall as the fraction of the k best keys that are positive.
-    The paper's results come from CLIP_benchmark's code (Table C.2), which counts a query with any
-    positive key. This function and the authors' training/train.py:360 count in the same way.
+    The results of the paper come from the code of CLIP_benchmark (Table C.2). That code, the code
+    of the authors (training/train.py:360) and this function count the queries that have any
+    positive key among the k best.
     """
     query_ids, key_ids = positives
     ranks = []
@@ -89,9 +89,9 @@ def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
         for s, own in zip(scores.split(64), ids.split(64)):  # masked copies of 64 rows are small
             positive = own[:, None] == key_ids                              # (64, K)
             best = s.masked_fill(~positive, -torch.inf).amax(1, keepdim=True)
-            # the rank of the best positive, from 0: the number of negatives that come before it
+            # the rank of the best positive key, from 0: the number of negative keys before it
             rank = (s.masked_fill(positive, -torch.inf) >= best).sum(1)
-            ranks.append(rank.where(positive.any(1), torch.inf))  # a query without one finds none
+            ranks.append(rank.where(positive.any(1), torch.inf))  # inf: there is no positive key
     ranks = torch.cat(ranks)
     return {k: (ranks < k).sum().item() / len(queries) for k in (1, 5, 10)}
 
@@ -102,8 +102,8 @@ def class_embeddings(encode_text, classes, kept=1):
     encode_text: list of n prompts -> encodings (n, E); classes: a Classes.
     kept: 1, or a vector (E,) with 1 for the dimensions to keep and 0 for all other dimensions.
 
-    About 256 prompts are encoded at a time, and averaged before the next prompts are encoded.
-    STAIR's encodings of all 80,000 prompts of ImageNet would need 10 GB.
+    About 256 prompts are encoded at a time. Their means are computed before the next prompts are
+    encoded, because STAIR's encodings of all 80,000 prompts of ImageNet would need 10 GB.
     """
     T, rows = len(classes.templates), []
     for prompts in chunks(classes.prompts, T * max(1, 256 // T)):
@@ -115,10 +115,10 @@ def class_embeddings(encode_text, classes, kept=1):
 def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=256):
     """Accuracy of a vote of the k nearest neighbours (DINO, Appendix).
 
-    A neighbour's vote for its label has the weight exp(cosine / tau).
+    The vote of a neighbour for its label has the weight exp(cosine / tau).
     train (N, E), test (n, E): features of any norm; train_labels (N,), test_labels (n,).
-    If there are fewer than k training features, all N vote.
-    chunk: how many test features are compared at a time; their cosines take chunk x N x 4 bytes.
+    If there are fewer than k training features, all training features vote.
+    chunk: how many test features are compared at a time. Their cosines take chunk x N x 4 bytes.
     """
     train, test = F.normalize(train, dim=-1), F.normalize(test, dim=-1)
     correct, classes = 0, int(train_labels.max()) + 1
@@ -134,22 +134,23 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=2
 PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", None)}
 # The learning rates from which the sgd probe chooses without --probe-lr.
 # differs: BAM (Table 9b) has one rate, .002 for ViT and .3 for ResNet-50, and learns from all
-# training images, as our probe with --probe-lr .002. Without this flag our probe learns from nine
-# tenths, because the other tenth chooses the rate. BAM's code (its revision is in bam.py)
-# multiplies the rate by batch / 256, which makes .008 of .002 (eval_linear.py:176). BAM's code
-# takes the epoch that is best on the test images (eval_linear.py:223); we take the last epoch.
-# BAM's code resizes crops bilinearly (eval_linear.py:61), ours bicubically.
+# training images. --probe-lr .002 does the same. Without --probe-lr our probe learns from nine
+# tenths of the images, because the last tenth chooses the rate.
+# differs: BAM's code (bam.py names its revision) multiplies the rate by batch / 256, which turns
+# .002 into .008 (eval_linear.py:176). The code takes the epoch that is best on the test images
+# (eval_linear.py:223). We take the last epoch. The code resizes crops bilinearly
+# (eval_linear.py:61). We resize crops bicubically.
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
 
 
 def hold_out(labels, step):
     """Labels (N,) -> (N,): True for the images to hold out, one in `step`, drawn class by class.
 
-    A setting of a probe is chosen on the held-out images. If the setting were chosen on the test
-    images, the accuracy would be too high. SPARO (C.1) does not say how many images are held out; a
-    fifth is our choice. At least one image of each class stays to learn from. So nothing is held
-    out if no class has two images, and each probe takes the middle one of its settings. The split
-    is the same each time, so that results can be reproduced.
+    A probe chooses its setting on the held-out images. If the probe chose on the test images, the
+    accuracy would be too high. SPARO (C.1) does not say how many images are held out. We hold out a
+    fifth. At least one image of each class is not held out. If no class has two images, no image is
+    held out, and each probe takes the middle one of its settings. The split is the same each time,
+    so that results can be reproduced.
     """
     labels = labels.cpu()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
@@ -160,40 +161,39 @@ def hold_out(labels, step):
 
 @torch.no_grad()
 def predict(head, x, rows=None):
-    """The classes (n,) that a linear classifier gives to rows of features x, a tensor or
-    SparseRows; without `rows` to all of them."""
+    """The classes (n,) that a linear classifier predicts for rows of features x, a tensor or
+    SparseRows. Without `rows` the classes of all rows are predicted."""
     rows, device = torch.arange(len(x)) if rows is None else rows, head.weight.device
     parts = [head(x[part].to(device)).argmax(1).cpu() for part in rows.split(1024)]
     return torch.cat(parts)
 
 
 def middle_best(scores):
-    """The index of the best score. If several scores are equally good, the middle one is taken,
-    because settings at the end of a range are rarely right."""
+    """The index of the best score. If several scores are equally good, the index is the middle one,
+    because settings at an end of a range are rarely right."""
     best = [i for i, score in enumerate(scores) if score == max(scores)]
     return best[len(best) // 2]
 
 
 def adamw_probe(x, labels, epochs, device="cpu"):
     """Train a linear classifier on features (N, E) and labels (N,) as CLIP_benchmark does (SPARO,
-    C.1) -> torch.nn.Linear on `device`, the weight decay. x is a tensor or stair.SparseRows; each
+    C.1) -> torch.nn.Linear on `device`, the weight decay. x is a tensor or stair.SparseRows. Each
     batch moves to the device by itself.
 
-    The weight decay is one of 97 values from 1e-6 to 1e2, chosen by the accuracy on a held-out
-    fifth of the rows. To score all 97 values would take 97 trainings. The search takes at most 15
-    trainings. It first scores every 16th value. Then it compares the best value with the values 8
-    steps below and above, and moves to the best of the three. It repeats this with 4, 2 and 1
-    steps. As 16 is a power of two, these halved distances can reach each of the 97 values. The
-    classifier that is returned learns from all rows.
+    The weight decay is one of 97 values from 1e-6 to 1e2. The search for the best value takes at
+    most 15 trainings, which are scored on a held-out fifth of the rows. The search first scores
+    every 16th value. Then it compares the best value with the values 8 steps below and above, and
+    moves to the best of the three. It repeats this with 4, 2 and 1 steps, so that it can reach each
+    of the 97 values. The classifier that is returned learns from all rows.
 
     differs: if several of the first seven values are equally good, CLIP_benchmark takes the
-    smallest value, and we take the middle one.
+    smallest value. We take the middle one.
     """
     decays, classes = np.logspace(-6, 2, 97).tolist(), int(labels.max()) + 1
     is_held = hold_out(labels, 5)
     held, fitted = is_held.nonzero()[:, 0], (~is_held).nonzero()[:, 0]
 
-    @common.fixed_seed(0)  # every fit starts from the same weights and sees the same batches
+    @common.fixed_seed(0)  # all fits start from the same weights and learn from the same batches
     def fit(learned, decay):
         """Train on the rows `learned` of x."""
         head = torch.nn.Linear(x.shape[1], classes).to(device)
@@ -207,9 +207,9 @@ def adamw_probe(x, labels, epochs, device="cpu"):
             optimizer.step()
         return head
 
-    @functools.cache  # the search comes back to values that it knows
+    @functools.cache  # the search asks for some values twice
     def score(i):
-        """How many held-out rows are classified correctly with weight decay number i."""
+        """The number of held-out rows that are classified correctly with weight decay i."""
         head = fit(fitted, decays[i])
         return (predict(head, x, held) == labels[held]).sum().item()
 
@@ -226,15 +226,15 @@ def sgd_probe(crops, held, held_labels, classes, epochs, device="cpu", rates=RAT
     torch.nn.Linear on `device`, and its learning rate.
 
     crops() -> features (n, E) and labels (n,) of new random crops of the training images. Each
-    epoch calls crops(). held (m, E), held_labels (m,): centre crops of other images, which choose
-    the learning rate, one of `rates`. Features are tensors or SparseRows. classes: the number of
-    classes.
+    epoch calls crops(). held (m, E), held_labels (m,): features and labels of centre crops of other
+    images. These images choose the learning rate, one of `rates`. Features are tensors or
+    SparseRows. classes: the number of classes.
     """
     heads = [torch.nn.Linear(held.shape[1], classes).to(device) for _ in rates]
 
     def epochs_of_crops():
         for epoch in progress(range(epochs), "epochs of the linear probe"):
-            # crops() prints how many files cannot be read; the first message is enough
+            # crops() prints how many files cannot be read; one message is enough
             with contextlib.redirect_stdout(None if epoch else sys.stdout):
                 features = crops()
             yield features
@@ -246,17 +246,17 @@ def sgd_probe(crops, held, held_labels, classes, epochs, device="cpu", rates=RAT
 
 
 # Strengths of the l2 penalty (BAM, D.3). The strongest penalty comes first, because its fit
-# converges in a few steps. Each later fit starts from the weights of the previous fit.
+# converges in a few steps. Each later fit starts from the weights of the fit before.
 STRENGTHS = np.logspace(5, -6, 45)
 
 
 @common.fixed_seed(0)
 def lbfgs_probe(x, labels, strengths=STRENGTHS):
     """Fit bam.logistic_regression to features (N, E) and labels (N,) (BAM, D.3, Table 5)
-    -> torch.nn.Linear, the strength of the l2 penalty. x is a tensor or stair.SparseRows; all rows
-    are needed at once. The fit runs on the device of the labels.
+    -> torch.nn.Linear, the strength of the l2 penalty. x is a tensor or stair.SparseRows. The fit
+    needs all rows at once, and runs on the device of the labels.
 
-    One of 45 strengths is chosen: the best on a held-out fifth of the rows. The classifier that is
+    The strength is that of 45 which is best on a held-out fifth of the rows. The classifier that is
     returned learns from all rows with this strength.
 
     differs: the paper chooses the strength on validation images.
@@ -286,16 +286,16 @@ def mean(values):
 # The embedder -----------------------------------------------------------------------------
 #
 # Encodings are computed in fp32, even if the training used bf16. A cosine in bf16 has only 8
-# significant bits, so many pairs would get the same score, and metrics count a tie as an error.
+# significant bits. So many pairs would get the same score, and metrics count a tie as an error.
 #
-# With several ranks all ranks run the tasks, on the same data. encode_pairs and texts divide their
-# work among the ranks (Embedder.in_parts), so that every rank gets all encodings. Rank 0 alone
-# prints, draws and writes.
+# All ranks run the tasks, on the same data. encode_pairs and texts divide the encoding among the
+# ranks (Embedder.in_parts). Then every rank gets all encodings. Rank 0 alone prints, draws and
+# writes.
 
 
 IMAGE_FORMS = ("Give paths, bytes, PIL images (of an array: Image.fromarray), or tensors "
                "(3, H, W) of uint8 or of floats in [0, 1]")
-LOADING = threading.Lock()  # see Embedder.read_given
+LOADING = threading.Lock()  # Embedder.read_given says why
 
 
 def chunks(items, n):
@@ -306,24 +306,25 @@ def chunks(items, n):
 
 
 def as_list(items):
-    """Return the items as a list. A caption or an image, also an open file, becomes a list with one
-    item, and so does what is no list."""
+    """Return the items as a list. A single caption, image or open file becomes a list with one
+    item."""
     forms = str, bytes, bytearray, memoryview, os.PathLike, Image.Image
     is_many = hasattr(items, "__iter__") and not hasattr(items, "read")
     return list(items) if is_many and not isinstance(items, forms) else [items]
 
 
 def progress(items, what, **more):
-    """A bar of tqdm that appears after five seconds. Without a terminal it is printed every ten
-    seconds."""
+    """A bar of tqdm that appears after five seconds. If the output is no terminal, the bar is
+    printed every ten seconds."""
     interval = 0.1 if sys.stderr.isatty() else 10
     return tqdm(items, what, delay=5, leave=False, mininterval=interval,
                 disable=common.this_rank()[0] > 0, **more)
 
 
 def check_images(images):
-    """Return a tensor (n, 3, H, W) of uint8 or of floats in [0, 1]. Raises UserError for another:
-    an encoder normalises its pixels, so normalised images would be encoded wrongly."""
+    """Return a tensor (n, 3, H, W) of uint8 or of floats in [0, 1]. Raises UserError for another
+    tensor. Encoders normalise the pixels, so that images that are already normalised would be
+    encoded wrongly."""
     low, high = images.aminmax()
     is_unit = images.is_floating_point() and low >= 0 and high <= 1
     if images.ndim != 4 or images.shape[1] != 3 or not (images.dtype == torch.uint8 or is_unit):
@@ -339,7 +340,7 @@ def sample_of(file, value=None):
 
 def report_unreadable(counts, used):
     """Print how many files were left out, and why. counts: {problem: [count, last example]}. used:
-    the number of the others. Raises UserError if there are no files or no file could be read."""
+    the number of files that were read. Raises UserError if this number is 0."""
     unread, reasons = sum(n for n, _ in counts.values()), common.describe_skipped(counts)
     if used == 0:
         raise UserError(f"None of the {unread} images could be read: {reasons or 'there is none'}: "
@@ -349,8 +350,8 @@ def report_unreadable(counts, used):
 
 
 def read_images(pairs, read, workers=0):
-    """Pairs (image or file, value) -> yields pairs (image, value), without the unreadable files,
-    which report_unreadable reports at the end.
+    """Pairs (image or file, value) -> yields pairs (image, value). Unreadable files are left out,
+    and reported at the end.
 
     read(file) -> image; `workers` threads call `read`.
     """
@@ -371,9 +372,9 @@ class Embedder:
 
     Each image and each caption becomes a vector (E,). The score of an image and a caption is the
     dot product of their vectors. A model with `late_interaction` encodes an image as patches (P, E)
-    and a caption as tokens (L, E), and computes their score with `model.similarity`. The argument
-    `encode` of the methods below is the function that encodes, for example `model.probe_features`,
-    or the name of a method of this class.
+    and a caption as tokens (L, E). `model.similarity` then computes the score. The methods below
+    have an argument `encode`: the function that encodes, for example `model.probe_features`, or the
+    name of a method of this class.
     """
 
     model: torch.nn.Module
@@ -386,20 +387,20 @@ class Embedder:
     mask: torch.Tensor | None = None     # (E,), multiplies the encodings of images (SPARO)
     text_free: bool = False              # encode a caption as the set of its words (STAIR)
     step: int = 0                        # number of training steps
-    resize: int | None = None            # the shorter side before the crop; None: see `read`
+    resize: int | None = None            # the shorter side before the crop; None: `read` chooses
     amp: str = "off"                     # precision of the encoders, "bf16" or "off"
-    share: tuple = (0, 1)                # (number of this rank, ranks) that divide the work
-    tells: bool = False                  # print at once what the model does not see of captions
-    # counts over the encoded captions so far, see count; copies of an Embedder share them
+    share: tuple = (0, 1)                # (number of this rank, number of ranks)
+    tells: bool = False                  # print at once which tokens the model does not see
+    # sums of the counts of `count` so far; copies of an Embedder share this Counter
     counted: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
     def read(self, file):
         """A path, bytes or PIL image -> its centre crop, uint8 (3, S, S). Tensors stay whole."""
         if torch.is_tensor(file):
             return check_images(file[None])[0]
-        # A model with text follows CLIP, which resizes the shorter side to the size of the crop. A
-        # model without text follows DINO and BAM (D.1), which resize the shorter side to 256 for a
-        # crop of 224.
+        # CLIP resizes the shorter side to the size of the crop. Models with text do the same. DINO
+        # and BAM (D.1) resize the shorter side to 256 for a crop of 224. Models without text do
+        # the same.
         resize = self.image_size if self.tokenizer else round(self.image_size * 256 / 224)
         resize = self.resize or resize
         return common.eval_transform(self.image_size, resize)(common.open_image(file))
@@ -409,7 +410,7 @@ class Embedder:
         if self.model.late_interaction:
             return self.model.encode_patches(images)
         x = self.model.encode_image(images)
-        # normalised again, so that scores of masked encodings are cosines
+        # normalised again, so that the scores of masked encodings are cosines
         return x if self.mask is None else F.normalize(x * self.mask.to(x.device), dim=-1)
 
     def encode_text(self, tokens, mask):
@@ -421,31 +422,31 @@ class Embedder:
         return self.model.encode_text(tokens, mask)
 
     def tokenize(self, captions):
-        """n captions -> token ids and mask (n, L) on the model's device. Raises UserError if the
-        model has no text encoder, or for another type than strings."""
+        """n captions -> token ids and mask (n, L) on the device of the model. Raises UserError if
+        the model has no text encoder, or if a caption is no string."""
         if self.tokenizer is None:
             raise UserError("This run has no text encoder, so it cannot encode captions and "
                             "queries: choose a task that needs only images, such as knn.")
         with common.explained(TypeError, "Captions need strings"):
-            "".join(captions)  # whose error names the item
+            "".join(captions)  # the error of join names the item that is no string
         tokens, mask = self.tokenizer.batch(captions, self.context)
         if self.tells:
             print_unseen(self.count(captions, tokens, mask), self.context)
         return tokens.to(self.device), mask.to(self.device)
 
     def count(self, captions, tokens, mask):
-        """Counts of captions, and of their tokens without [CLS] and [SEP]."""
+        """Counts of captions, and counts of their tokens without [CLS] and [SEP]."""
         full = itertools.compress(captions, (mask.sum(1) == self.context).tolist())
         return {"captions": len(captions), "tokens": int(mask.sum()) - 2 * len(tokens),
                 "cut_captions": sum(len(self.tokenizer.encode(x)) > self.context for x in full),
                 "unknown_tokens": int((tokens == self.tokenizer.unk).sum())}
 
     def in_parts(self, items, compute, what):
-        """Yield pairs (part, results), for parts of an iterable of items, the same on all ranks.
+        """Divide an iterable of items into parts -> yields pairs (part, results) on all ranks.
 
-        Each rank computes a piece of every part. The results, compute(piece), come in the order of
-        the pieces; an empty piece has none. A piece of a full part has `chunk` items, as a part has
-        in one process. The last part is empty. what: the word for items.
+        Each rank computes compute(piece) for one piece of every part. The results come in the order
+        of the pieces. An empty piece has no result. A piece of a full part has `chunk` items, as
+        many as a part in one process. The last part is empty. what: the word for items.
         """
         (rank, ranks), items, part = self.share, iter(items), [None]
         with progress(None, "encoding", unit=f" {what}") as bar:
@@ -455,7 +456,7 @@ class Embedder:
                 piece = part[rank * size : (rank + 1) * size]
                 mine = len(part), compute(piece) if piece else None
                 found = common.gather_objects(mine) if ranks > 1 else [mine]
-                if len({n for n, _ in found}) > 1:  # else samples would count twice, or not at all
+                if len({n for n, _ in found}) > 1:  # some items would count twice or not at all
                     raise UserError(f"Ranks found different numbers of {what} to encode: give all "
                                     f"ranks the same files.")
                 yield part, [result for _, result in found if result]
@@ -464,8 +465,8 @@ class Embedder:
     @torch.no_grad()
     @common.without_tf32()
     def compute(self, encode, *inputs):
-        """encode(*inputs), or the method of this name -> fp32 on the CPU. Raises UserError if a
-        number is NaN or infinite."""
+        """Return encode(*inputs) in fp32 on the CPU. encode: a function, or the name of a method.
+        Raises UserError if a number is NaN or infinite."""
         encode = getattr(self, encode) if isinstance(encode, str) else encode
         device = torch.device(self.device).type
         with torch.autocast(device, torch.bfloat16, enabled=self.amp == "bf16"):
@@ -476,8 +477,8 @@ class Embedder:
         return x
 
     def texts(self, captions, encode="encode_text"):
-        """Encode n captions -> (n, E), or (n, L, E), padded with zeros, if `encode` gives each
-        caption L vectors. A single string is one caption."""
+        """Encode n captions -> (n, E), or (n, L, E) if `encode` returns vectors of L tokens.
+        Shorter captions are padded with zeros. A single string is one caption."""
         captions = as_list(captions)
 
         def compute(captions):
@@ -497,22 +498,22 @@ class Embedder:
     def images(self, images, encode="encode_image"):
         """Encode n images -> (n, E), or (n, P, E) if `encode` encodes patches.
 
-        The argument is a path, bytes, an open file or a PIL image, a list of these, which are
-        cropped, and of tensors (3, S, S), or a tensor (n, 3, S, S). A tensor has uint8 or floats in
-        [0, 1]. `workers` threads read the images, `chunk` at a time. Raises UserError for another
-        argument, or if an image cannot be read.
+        An image is a path, bytes, an open file, a PIL image, or a tensor (3, S, S) of uint8 or of
+        floats in [0, 1]. All but tensors are cropped. The argument is an image, a list of images,
+        or a tensor (n, 3, S, S). `workers` threads read the images, `chunk` at a time. Raises
+        UserError for another argument, or if an image cannot be read.
         """
         images = as_list(images)
-        some = images or [torch.zeros(3, self.image_size, self.image_size)]  # for the width E
+        some = images or [torch.zeros(3, self.image_size, self.image_size)]  # tells the width E
         pairs = zip(some, itertools.repeat(None))
         return self.encode_pairs(pairs, encode, read=self.read_given)[0][: len(images)]
 
     def read_given(self, image, place=0):
-        """`read` an image that a caller has given -> floats, as a list may mix uint8 and floats.
-        Raises UserError, with the place in the list, if this fails."""
+        """`read` an image that a caller has given -> floats, because a list may mix uint8 and
+        floats. Raises UserError, with the place in the list, if the image cannot be read."""
         is_path = isinstance(image, (str, os.PathLike))
         name = image if is_path else f"Image {place}, a {type(image).__name__},"
-        # another thread may read the same open file, from which a PIL image is not yet loaded
+        # two threads must not read the same open file; a PIL image may still read from its file
         is_open = hasattr(image, "read") or isinstance(image, Image.Image)
         alone = LOADING if is_open else contextlib.nullcontext()
         problem = f"{name!s:.200} cannot be read"
@@ -521,11 +522,12 @@ class Embedder:
 
     @torch.no_grad()
     def maps(self, image, caption):
-        """An image, in any form of `images`, and a caption -> a dict of what is weighted where:
+        """An image, in any form of `images`, and a caption -> a dict of weights:
 
-            tokens   the L tokens of the caption, [CLS] and [SEP] included
-            patches  numpy (n, h, w): the weights of the patches. SPARC (Eq. 4) has a map for each
-                     token, STAIR (Fig. 10) the scores of each token, SPARO a map for each slot
+            tokens   the L tokens of the caption, with [CLS] and [SEP]
+            patches  numpy (n, h, w), n maps of weights of the patches. SPARC has a map of weights
+                     for each token (Eq. 4). STAIR has a map of scores for each token (Fig. 10).
+                     SPARO has a map of weights for each slot
             words    numpy (n, L), for SPARO only: the weights that each slot gives to the tokens
 
         Models of other methods have no maps.
@@ -555,7 +557,8 @@ class Embedder:
                      collect=lambda parts: torch.cat([*parts]), read=None):
         """Pairs (image or file, value) -> encodings (n, E) or (n, P, E) of the n images that can be
         read, and the list of the n values of these images. collect(parts) joins the encodings of
-        many images at a time. read(file, number of the pair) -> image; without it a centre crop."""
+        many parts. read(file, number of the pair) -> image. Without `read` the image is a centre
+        crop."""
         values, counts, disk = [], {}, common.Disk()
         centre = lambda image, number: image if torch.is_tensor(image) else self.read(image)
 
@@ -593,29 +596,30 @@ class Embedder:
 
     def pair_scores(self, images, texts):
         """Encodings of n images and of n captions -> scores (n,) of image i with caption i."""
-        # 16 at a time: `similarity` compares all images with all captions, and only the diagonal,
-        # one score in 16, is used
+        # `similarity` compares all images of a part with all captions of the part. Only the
+        # diagonal is used, so parts of 16 waste less.
         parts = zip(images.split(16), texts.split(16))
         return torch.cat([self.similarity(x, y).diagonal() for x, y in parts])
 
     def classify(self, images, classes):
         """Encodings of n images, C classes -> zero-shot scores (n, C)."""
         if not self.model.late_interaction:
-            kept = 1 if self.mask is None else self.mask > 0  # without slots that the mask removes
+            kept = 1 if self.mask is None else self.mask > 0  # leaves out slots with weight 0
             return torch.inner(images, class_embeddings(self.texts, classes, kept))
-        # the tokens of different prompts cannot be averaged, so their scores are averaged
+        # tokens of different prompts cannot be averaged, so the scores of the prompts are averaged
         scores = self.similarity(images, self.texts(classes.prompts))       # (n, C * T)
         return scores.unflatten(1, (len(classes.names), -1)).mean(2)
 
 
 # A run and its options ------------------------------------------------------------------
 #
-# A run's directory holds all that its model needs: config.json, vocab.txt and a checkpoint.
+# The directory of a run holds the files that the model needs: config.json, vocab.txt and a
+# checkpoint.
 
 
 def new_embedder(model, tokenizer, args, device):
     """A model and the settings `args` of its run -> Embedder."""
-    if model.encode_text is None:  # a model may learn from captions, and yet encode only images
+    if model.encode_text is None:  # a model that learns from captions may encode only images
         tokenizer = None
     context = model.text_encoder.context if tokenizer else None
     size = model.image_encoder.image_size
@@ -624,15 +628,15 @@ def new_embedder(model, tokenizer, args, device):
 
 
 def reading_threads(args):
-    """How many threads read images if --workers is not given: the run's --workers, but at least 8,
-    or the rank's cores if they are fewer."""
+    """The number of threads that read images if --workers is not given. The number is --workers of
+    the run, but at least the smaller of 8 and the number of cores of the rank."""
     return max(args.workers or 0, min(8, common.cores_of_rank()))
 
 
 def settings_of_run(run):
-    """A run's directory -> the run's method and settings. Relative paths in the settings mean the
-    directory in which the run was trained: elsewhere they become absolute. Raises UserError if the
-    directory holds no run."""
+    """The directory of a run -> the method and the settings of the run. Relative paths in the
+    settings start at the directory in which the run was trained. In another directory they become
+    absolute. Raises UserError if the directory holds no run."""
     saved = common.read_config(run)
     method = METHODS.get(saved.get("method"))
     if method is None:
@@ -677,8 +681,8 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
 
 # Data: one interface to every kind --------------------------------------------------------
 #
-# A task asks an EvalSet for pairs and need not know how they are stored. A member of an EvalSet is
-# None if the data have no such pairs.
+# A task asks an EvalSet for pairs, and need not know how the pairs are stored. A member of an
+# EvalSet is None if the data have no such pairs.
 
 TEMPLATES = ["a photo of {a}.", "{a}", "a close-up of {a}.", "a picture of {a}."]
 BROKEN = OSError, SyntaxError, ValueError  # what PIL raises for files that it cannot read
@@ -692,9 +696,9 @@ class Classes:
     """Names of C classes, and their prompts: C * T strings. The T prompts of the first class come
     first.
 
-    templates: T strings. {} stands for the name, and {a} for the name with its article. {c} also
-    stands for the name, because CLIP_benchmark's files write {c}. source: the file or data set that
-    the names come from.
+    templates: T strings. {} stands for the name of a class. {c} also stands for the name, because
+    files of CLIP_benchmark have {c}. {a} stands for the name with its article. source: the file or
+    data set with the names.
     """
 
     def __init__(self, names, templates=None, source=None):
@@ -706,8 +710,8 @@ class Classes:
 
 
 def read_templates(given):
-    """The values of --templates, either templates or one file of templates -> list of templates.
-    Raises UserError for a template without exactly one placeholder."""
+    """The values of --templates -> list of templates. The values are templates, or one file of
+    templates. Raises UserError for a template that does not have exactly one placeholder."""
     source = "--templates"
     if len(given) == 1 and common.look_at(given[0]) == "file":
         source += f" {given[0]}"
@@ -720,16 +724,16 @@ def read_templates(given):
     return given
 
 
-# The evaluation that ends a training uses a sample of the data, to be quick. `eval.py --data SPEC`
-# uses all images of SPEC.
-TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # images to evaluate, images to learn from
-# Options that change no metric, and so are not recorded in evals.jsonl
+# The evaluation that ends a training uses a sample of the data, because it must be fast.
+# `eval.py --data SPEC` uses all images of SPEC.
+TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # number of images to evaluate, and to learn from
+# Options that change no metric. evals.jsonl does not record these options.
 NOT_OF_METRICS = set("query image caption export workers batch device is_own given".split())
 
 
 @dataclasses.dataclass
 class Flags:
-    """The flags of eval.py. The comment behind a field, or above it, is the help of its flag."""
+    """The flags of eval.py. The comment behind a field or above a field is the help of its flag."""
 
     # data to evaluate on: a SPEC of train.py, or a directory in the layout of CLIP_benchmark,
     # Pascal VOC, DAVIS 2017, Winoground or SugarCrepe. Without --data the data are --eval-data of
@@ -828,22 +832,22 @@ GROUPS = {"task": "tasks", "train_data": "k-NN and probes", "query": "search",
 
 @dataclasses.dataclass
 class Options(Flags):
-    """What one evaluation depends on: the flags, of which `data` is one SPEC, and what follows from
-    them and from the settings of the run."""
+    """The options of one evaluation: the flags, of which `data` is one SPEC here, and values that
+    depend on the flags and on the settings of the run."""
 
-    learn_limit: int | None = None    # how many images k-NN and probes learn from; None: all
-    on_training_images: bool = False  # whether the images are from the training data of the run
+    learn_limit: int | None = None    # number of images that k-NN and probes learn from; None: all
+    on_training_images: bool = False  # whether the images are training data of the run
     is_own: bool = False              # whether this is the evaluation that ends the training
-    # names of the flags that the command line gives
+    # names of the flags on the command line
     given: tuple = dataclasses.field(default=(), compare=False)
 
 
 def options_of(given, args):
     """The options of one evaluation. A flag that is not given gets its value from the settings of
-    the run, or else its default.
+    the run, or gets its default.
 
-    given: {name: value} of the flags that are given, in which `data` is one SPEC. args: the
-    settings of the run.
+    given: {name: value} of the flags that are given; `data` is one SPEC. args: the settings of the
+    run.
     """
     given = {name: value for name, value in given.items() if value != getattr(Options, name)}
     options = Options(data=args.eval_data or args.data, workers=reading_threads(args),
@@ -855,9 +859,9 @@ def options_of(given, args):
     kind = kind_of(options.data)
     named = common.parse_spec(options.data)[1].get("split", kind.split)
     options.split = options.split or named
-    # Without --train-data, k-NN and probes learn from the training split of the data, or else from
-    # the run's training data: not if these are the data to evaluate, or the world, which has other
-    # classes.
+    # Without --train-data, k-NN and probes learn from the split train of the data. If there is no
+    # such split, they learn from the training data of the run. They do not if the training data are
+    # the data to evaluate, or are `shapes`, which has other classes.
     if not options.train_data and "train" in kind.splits(options.data):
         options.train_data = options.data
     elif not options.train_data and args.data != options.data and not is_shapes(args.data):
@@ -873,14 +877,14 @@ def learned_templates(spec, args):
     """The prompts that the model knows from its training -> list of templates, or None.
 
     A training on class folders makes the caption of each class from one template, FOLDER_CAPTION.
-    The world is evaluated with its own prompts.
+    `shapes` has prompts of its own.
     """
     return [common.FOLDER_CAPTION] if args.folder_captions and not is_shapes(spec) else None
 
 
 def is_trained_on(spec, split, args):
-    """Whether the images are from the training data of the run, of which --label-fraction may have
-    left out some. The world never shows a test scene in training."""
+    """Whether the images are from the training data of the run, also if --label-fraction has left
+    out some of them. `shapes` never shows a test scene in training."""
     name, learned = common.parse_spec(spec)[0], common.parse_spec(args.data)
     if is_shapes(spec) or Path(name).resolve() != Path(args.data_path):
         return False
@@ -889,7 +893,7 @@ def is_trained_on(spec, split, args):
 
 def note_useless_flags(options, rows=()):
     """Print a note for each flag of the command line that neither the data nor the tasks and
-    pictures `rows` use. Without a note, a user would believe that the flag had an effect."""
+    pictures `rows` read. Without the note a user would believe that the flag had an effect."""
     useless = {flag for row in [*TASKS.values(), *PICTURES.values()] for flag in row.flags}
     useless -= {flag for row in rows for flag in row.flags}
     if options.probe != "sgd":
@@ -903,61 +907,61 @@ def note_useless_flags(options, rows=()):
 
 @dataclasses.dataclass
 class EvalSet:
-    """Data to evaluate on. Each kind of data has these members. A member is None if the data have
-    no such thing.
+    """Data to evaluate on. Each kind of data has these members. A member is None if the data cannot
+    give its values.
 
     A pair is (image, value). The image is a tensor (3, S, S), or a file, which may be unreadable.
-    The argument `purpose` names what the pairs are for. The world draws different scenes for each
+    The argument `purpose` says what the pairs are for. `shapes` draws other scenes for each
     purpose. Files give the same pairs for all purposes.
 
     `groups` is a dict of groupings of the C classes. A grouping is a pair: a tensor (C,) with the
     group of each class, and the list of the names of the groups. Tasks compute their metric for
     each grouping, and append the key of the grouping to the name of the metric. The key "" is the
-    grouping in which each class is a group of its own. A class of the world is one of 64 pairs of a
-    colour and a shape. So the world also has the groupings "/colour" and "/shape". Groupings are
-    also the keys of `maps` and `map_classes`.
+    grouping in which each class is a group by itself. A class of `shapes` is one of 64 pairs of a
+    colour and a shape. So `shapes` also has the groupings "/colour" and "/shape". The dicts `maps`
+    and `map_classes` have the same keys.
     """
 
     image_size: int = None         # S, in pixels
     classes: Classes = None        # names and prompts of the classes, for tasks with text
-    groups: dict = None            # {group: (class ids (C,), names)}; folders have one group, ""
-    label_ids: list = None         # the class of each label of shards; None: it is not known
+    groups: dict = None            # {key: (group of each class (C,), names of groups)}
+    label_ids: list = None         # the class of each label of shards; None: unknown
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
-    rare_classes: list = None      # numbers of the classes without boxes in training
+    rare_classes: list = None      # numbers of the classes that AP_rare averages
     map_classes: dict = None       # {key: Classes} of `maps`
     content_words: set = None      # nouns and adjectives, which K-Pna counts
-    pool: int = None               # how many images retrieval ranks together; None: all
-    is_world: bool = False         # whether the data are the world, which has splits of its own
-                                   # to learn from and to choose slots and masks by
+    pool: int = None               # number of images that retrieval ranks together; None: all
+    is_world: bool = False         # whether the data are `shapes`, which has its own splits to
+                                   # learn from and to choose slots and masks
     options: Options = None        # the options with which the data were opened
-    source: object = None          # what common.open_data has opened. Labels of shards are looked
-                                   # up in its `classes`, as soon as these are known
+    source: object = None          # the object from common.open_data. Shards look up labels in its
+                                   # `classes`, which a task may set later
     labelled: Callable = None      # (purpose) -> pairs (image, class id)
     captioned: Callable = None     # (purpose) -> pairs (image, list of captions)
     hard_negatives: Callable = None  # () -> pairs (image, [(kind, caption, wrong caption), ...])
-    examples: Callable = None      # () -> pairs (image, (number of the example, caption)),
-                                   # two pairs for each example
+    examples: Callable = None      # () -> pairs (image, (number of the example, caption)); each
+                                   # example has two pairs
     maps: Callable = None          # (purpose) -> pairs (image, {key: class ids (H, W) from 1})
     videos: Callable = None        # (patch size) -> pairs (function () that yields the f frames
                                    # (3, h, w) of a video, object ids (f, H, W) from 1)
     boxes: Callable = None         # () -> pairs (image, padded to a square; common.Boxes)
     word_masks: Callable = None    # () -> pairs (image, (caption, {(kind, word): mask (S, S)}))
 
-    @functools.cached_property  # opened once: k-NN and the linear probe share it
+    @functools.cached_property  # k-NN and the linear probe share the opened data
     def learn(self):
         """() -> pairs (image, class id) that k-NN and probes learn from, see open_to_learn."""
         return open_to_learn(self.options, self)
 
 
 class FileSet(EvalSet):
-    """Images of a SPEC of train.py, with captions, boxes, or labels of class folders or shards.
+    """Images of a SPEC of train.py, with captions, or with labels of class folders or shards.
 
-    The labels of shards have no names. So k-NN and probes can learn from shards, but only a
-    classifier can be evaluated on them.
+    Labels of shards have no names. So k-NN and probes can learn from shards, but only a classifier
+    can be evaluated on shards.
     """
 
     def __init__(self, source, options, content):
-        def each(purpose):  # a random sample of shards needs all headers, the first pair does not
+        def each(purpose):  # a random sample of shards needs all headers; the first pair needs one
             return source.each(content, None if purpose == "first" else options.limit)
 
         self.source = source
@@ -969,18 +973,18 @@ class FileSet(EvalSet):
             self.groups = {"": (torch.arange(len(source.classes)), source.classes)}
             self.label_ids = numbered_labels(source.classes, options.classes)
 
-    @functools.cached_property  # only tasks with text need names, which may be missing
+    @functools.cached_property  # names may be missing, and only tasks with text need them
     def classes(self):
         names, source = common.class_names(self.source.classes, self.options.classes)
         return Classes(names, self.options.templates, source)
 
 
 def numbered_labels(classes, file):
-    """The class of each label of shards, as far as class folders tell it -> list, or None.
+    """The class of each label of shards, if the class folders tell this -> list, or None.
 
-    If the lines of --classes are the folders' names in another order, line i names the class of
-    label i. Otherwise line i is a new name for folder i of the sorted folders. Raises UserError if
-    the file does not fit.
+    If the lines of --classes are the names of the folders in another order, line i names the class
+    of label i. Otherwise line i is a new name for the sorted folder i. Raises UserError if the file
+    does not fit.
     """
     if file:
         common.class_names(classes, file)
@@ -992,28 +996,28 @@ def numbered_labels(classes, file):
 def open_benchmark(options, *_):
     """A directory in CLIP_benchmark's layout -> EvalSet.
 
-    The shards are SPLIT/0.tar, 1.tar, ..., and SPLIT/nshards.txt holds their number. If
+    The shards are SPLIT/0.tar, SPLIT/1.tar and so on. SPLIT/nshards.txt holds their number. If
     dataset_type.txt says "retrieval", KEY.txt holds the captions of a sample. Otherwise KEY.cls
-    holds the label of a sample: the number of a line of classnames.txt, counted from 0. Raises
-    UserError if a file is missing or wrong.
+    holds the label of a sample. A label is the number of a line of classnames.txt, counted from 0.
+    Raises UserError if a file is missing or wrong.
     """
     directory, limit = options.data, options.limit
     split = Path(directory, options.split)
     with common.explained(ValueError, f"{split}/nshards.txt", "; it is the number of tars"):
         n = int(common.read_text(split / "nshards.txt", "--data"))
     found = len(common.matching(f"{split}/[0-9]*.tar"))
-    if found > n:  # a part of the set would be left out
+    if found > n:  # the evaluation would leave out some shards
         raise UserError(f"{split}/nshards.txt holds {n}, but {found} tars are there: write "
                         f"{found}, or remove the tars that do not belong to the set.")
     shards = common.TarShards(f"{split}/{{0..{n - 1}}}.tar")
-    if options.query:  # a search needs images alone, by their keys
+    if options.query:  # a search needs neither labels nor captions
         return EvalSet(labelled=lambda purpose: shards.each(None, limit))
     kind = Path(directory, "dataset_type.txt")
     kind = common.read_text(kind, "--data").strip().lower() if common.look_at(kind) else ""
     if kind == "retrieval":
         return EvalSet(captioned=lambda purpose: itertools.islice(shards.each("caption"), limit))
     source = str(options.classes or Path(directory, "classnames.txt"))
-    names = common.read_lines(source, "--classes")  # an empty line is CLEVR's class without a name
+    names = common.read_lines(source, "--classes")  # an empty line stays: CLEVR has an empty name
     templates, file = options.templates, f"{directory}/zeroshot_classification_templates.txt"
     if not templates and common.look_at(file):
         templates = read_templates([file])
@@ -1026,9 +1030,9 @@ def open_benchmark(options, *_):
 
 
 def open_winoground(options, *_):
-    """A directory with Winoground's examples.jsonl -> EvalSet, with at most --limit examples.
-    --image-root is the directory of the images NAME.png. Raises UserError for a line without the
-    four fields."""
+    """A directory with examples.jsonl of Winoground -> EvalSet, with at most --limit examples.
+    --image-root is the directory of the images NAME.png. Raises UserError for a line that lacks one
+    of the four fields."""
     file, pairs = Path(options.data, "examples.jsonl"), []
     root = options.image_root or Path(options.data, "images")
     for number, line in enumerate(common.read_list(file, "--data")[: options.limit]):
@@ -1042,9 +1046,9 @@ def open_winoground(options, *_):
 
 
 def sugarcrepe_files(directory):
-    """The JSON files of a directory that have SugarCrepe's own field in their first 4,000 bytes."""
+    """The JSON files of a directory with a field of SugarCrepe in their first 4,000 bytes."""
     def has_field(file):
-        with open(file, "rb") as json_file:  # a look at a directory reads no large file to its end
+        with open(file, "rb") as json_file:  # other JSON files may be large
             return b'"negative_caption"' in json_file.read(4000)
 
     found = []
@@ -1054,10 +1058,10 @@ def sugarcrepe_files(directory):
 
 
 def open_sugarcrepe(options, *_):
-    """A directory with SugarCrepe's files, one for each kind of negative -> EvalSet, with at most
-    --limit images. Raises UserError for an item without its three fields."""
+    """A directory with the files of SugarCrepe, one for each kind of negative -> EvalSet, with at
+    most --limit images. Raises UserError for an item that lacks one of its three fields."""
     root = options.image_root or "."
-    # grouped by image, so that an image with several negatives is encoded once
+    # The negatives are grouped by image, so that an image with several negatives is encoded once.
     negatives_of = collections.defaultdict(list)
     for file in sugarcrepe_files(options.data):
         with common.explained((ValueError, KeyError, TypeError, AttributeError), file,
@@ -1070,20 +1074,19 @@ def open_sugarcrepe(options, *_):
 
 
 def open_voc(options, image_size, _):
-    """A directory in Pascal VOC's layout -> EvalSet with maps.
+    """A directory in the layout of Pascal VOC -> EvalSet with maps.
 
-    ImageSets/Segmentation/SPLIT.txt lists ids. JPEGImages/ID.jpg is an image, and
-    SegmentationClass/ID.png is its map of class ids. Class 0 is the background, and 255 marks
-    pixels that do not count. The image is squeezed into a square, not cropped, so that patches
-    cover the map. Raises UserError for a map that is not of this form, or that has a class without
-    a name.
+    ImageSets/Segmentation/SPLIT.txt lists ids. JPEGImages/ID.jpg is an image.
+    SegmentationClass/ID.png is the map of class ids of the image. Class 0 is the background. Pixels
+    with 255 do not count. An image is resized to a square, not cropped, so that the patches cover
+    the map. Raises UserError for a map of another form, or with a class that has no name.
     """
     directory = Path(options.data)
     file = directory / "ImageSets" / "Segmentation" / f"{options.split}.txt"
     ids = common.read_list(file, "--data")[: options.limit]
     names = common.read_lines(options.classes, "--classes") if options.classes else VOC_CLASSES
     if names and names[0].strip("_").lower() == "background":
-        names = names[1:]  # the name of class 0, which is no object
+        names = names[1:]  # class 0 is no object
     classes = Classes(names, options.templates, options.classes or "Pascal VOC")
 
     def read(name):
@@ -1120,7 +1123,7 @@ def open_boxes(source, options, image_size):
 
 
 def read_ids(path):
-    """A file with one id for each pixel -> (H, W) of uint8. Raises UserError for other files."""
+    """A file with an id for each pixel -> (H, W) of uint8. Raises UserError for other files."""
     with Image.open(path) as file:
         ids = torch.from_numpy(np.array(file))
     if ids.ndim != 2 or ids.dtype != torch.uint8:
@@ -1130,12 +1133,12 @@ def read_ids(path):
 
 
 def open_davis(options, *_):
-    """A directory in DAVIS 2017's layout -> EvalSet with videos.
+    """A directory in the layout of DAVIS 2017 -> EvalSet with videos.
 
-    ImageSets/2017/SPLIT.txt lists videos. JPEGImages/480p/VIDEO/NAME.jpg is a frame, and
-    Annotations/480p/VIDEO/NAME.png its map of object ids. 0 is the background, and 255 counts as
-    background. Raises UserError for a video without frames to measure or objects to follow, and for
-    a map of another form or size.
+    ImageSets/2017/SPLIT.txt lists videos. JPEGImages/480p/VIDEO/NAME.jpg is a frame.
+    Annotations/480p/VIDEO/NAME.png is the map of object ids of the frame. The ids 0 and 255 are
+    background. Raises UserError for a video without frames to measure or without objects to follow.
+    Also raises UserError for a map of another form or size.
     """
     directory = Path(options.data)
     file = directory / "ImageSets" / "2017" / f"{options.split}.txt"
@@ -1156,7 +1159,7 @@ def davis_files(directory, name):
     of_frames = {path.stem for path in frames.glob("*.jpg")}
     stems = sorted({path.stem for path in maps.glob("*.png")}, key=common.natural)
     files = [(frames / f"{stem}.jpg", maps / f"{stem}.png") for stem in stems]
-    # the first frame is given, and the last does not count
+    # the map of the first frame is given, and the last frame does not count
     if len(stems) < 3 or of_frames != {*stems} or not read_objects(files[:1]).any():
         raise UserError(f"The video {name} needs at least three frames, a map for each, and "
                         f"objects 1, 2, ... in the first map (not 255, as in DAVIS 2016): {frames} "
@@ -1166,8 +1169,8 @@ def davis_files(directory, name):
 
 def read_objects(files):
     """Pairs (frame, map) of files -> object ids (f, H, W), uint8, 0 for the background. The objects
-    of the first map get the ids 1, 2, ..., because an id without an object would count as found.
-    Other objects are background, as in DAVIS's code."""
+    of the first map get the ids 1, 2 and so on without a gap, because an id without an object would
+    count as found. Objects that the first map lacks are background, as in the code of DAVIS."""
     truth = []
     for _, path in files:
         with common.explained(BROKEN, f"The map {path} cannot be read"):
@@ -1185,8 +1188,8 @@ def read_objects(files):
 
 def read_frames(files, size, patch_size):
     """Pairs (frame, map) of files, (width, height) of the maps -> yields the frames (3, h, w). The
-    shorter side is 480, the longer one a multiple of 64, as in DINO's code; each is cut to a
-    multiple of patch_size."""
+    shorter side is 480 and the longer side is a multiple of 64, as in the code of DINO. Then each
+    side is reduced to a multiple of patch_size."""
     for file, _ in files:
         with common.explained(BROKEN, f"{file} cannot be read"):
             image = common.patiently(common.open_image, file)
@@ -1219,18 +1222,17 @@ def is_shapes(spec):
 
 
 def has(name):
-    """The name of a file or directory -> a function (SPEC) -> whether the SPEC's directory has it.
-    """
+    """A function (SPEC) -> whether the directory SPEC has a file or a directory of this name."""
     return lambda spec: common.look_at(f"{spec}/{name}")
 
 
 def lists_in(directory):
-    """A directory of lists -> a function (SPEC) -> the names of the splits that have a list."""
+    """A function (SPEC) -> the names of the splits that have a list SPLIT.txt in this directory."""
     return lambda spec: [Path(path).stem for path in common.matching(f"{spec}/{directory}/*.txt")]
 
 
 def benchmark_splits(spec):
-    """The splits of a directory in CLIP_benchmark's layout."""
+    """The splits of a directory in the layout of CLIP_benchmark."""
     found = common.list_directory(spec) if common.look_at(spec) == "directory" else []
     names = [entry.name for entry in found
              if common.is_directory(entry) and common.look_at(f"{entry.path}/nshards.txt")]
@@ -1241,13 +1243,13 @@ class Kind(NamedTuple):
     """A row of KINDS."""
 
     fits: Callable                      # (SPEC) -> whether the data are of this kind
-    open: Callable                      # (options, image size, content) -> EvalSet; for `content`
-                                        # see common.open_data
-    split: str = "all"                  # the split to evaluate without --split; "all": no splits
+    open: Callable                      # (options, image size, content) -> EvalSet;
+                                        # common.open_data explains `content`
+    split: str = "all"                  # split without --split; "all": the data have no splits
     splits: Callable = lambda spec: []  # (SPEC) -> names of the splits of a directory
 
 
-KINDS = [  # the first row that fits a SPEC is its kind
+KINDS = [  # the kind of a SPEC is the first row that fits
     Kind(has("SegmentationClass"), open_voc, "val", lists_in("ImageSets/Segmentation")),
     Kind(has("ImageSets/2017"), open_davis, "val", lists_in("ImageSets/2017")),
     Kind(benchmark_splits, open_benchmark, "test", benchmark_splits),
@@ -1264,9 +1266,8 @@ def kind_of(spec):
 
 
 def open_eval_set(options, image_size, captions=True):
-    """Open options.data -> EvalSet. captions: whether the model has a text encoder. A model without
-    a text encoder can also use data without captions. Raises UserError if the data cannot be
-    opened."""
+    """Open options.data -> EvalSet. captions: whether the data must have captions or labels, as for
+    a model with a text encoder. Raises UserError if the data cannot be opened."""
     kind, spec = kind_of(options.data), options.data
     splits = kind.splits(spec)
     if splits and options.split not in splits:
@@ -1281,11 +1282,12 @@ def open_eval_set(options, image_size, captions=True):
 
 
 def open_second(options, data, spec, root, message):
-    """Open a second data set `spec`, to learn from or to choose by -> EvalSet.
+    """Open a second data set `spec`, for --train-data or --select -> EvalSet.
 
-    A directory with splits has the split of "DIR:split=NAME", or else "train". Other data have
-    "val". root: the directory that its file names are relative to. Raises UserError with the
-    message if `spec` is None, or names the images to evaluate.
+    "DIR:split=NAME" names the split of a directory with splits. Without a name the split is
+    "train". For other data the split is "val". root: the directory of the image files that `spec`
+    names by relative paths. Raises UserError with the message if `spec` is None, or names the
+    images to evaluate.
     """
     name, settings = common.parse_spec(spec or "")
     splits = kind_of(name).splits(name) if spec else []
@@ -1294,19 +1296,20 @@ def open_second(options, data, spec, root, message):
     is_same = spec and Path(spec).resolve() == Path(options.data).resolve()
     if spec is None or (is_same and (split == options.split or split not in splits)):
         raise UserError(message)
-    # --label-fraction is a fraction of all images, so they are not limited
+    # --label-fraction is a fraction of all images, so the number of images has no limit
     limit = None if options.label_fraction else options.learn_limit
     second = dataclasses.replace(options, data=spec, split=split, image_root=root, limit=limit)
     return open_eval_set(second, data.image_size)
 
 
 def open_to_learn(options, data):
-    """What k-NN and probes learn from -> a function () that yields pairs (image, class id).
+    """Open the data that k-NN and probes learn from -> a function () that yields pairs (image,
+    class id).
 
-    The world has a training split. For other data, options.train_data is --train-data, or what
-    options_of chooses. Class folders are matched by their names, labels of shards by their
-    numbers. --label-fraction keeps a share of the pairs. Raises UserError if there is nothing to
-    learn from, or if the classes to learn are not the classes of the data to evaluate.
+    `shapes` has a training split. Other data come from options.train_data, which is --train-data or
+    the choice of options_of. Class folders are matched by their names, labels of shards by their
+    numbers. --label-fraction leaves a part of the pairs. Raises UserError if there are no images to
+    learn from, or if their classes are not the classes of the data to evaluate.
     """
     spec, names = options.train_data, data.groups[""][1]
     train, ids = data, range(len(names))
@@ -1328,21 +1331,22 @@ def open_to_learn(options, data):
         return ((image, ids[label]) for image, label in train.labelled(purpose))
 
     if not data.is_world:
-        next(pairs("first"))  # raises if no image has a label
+        next(pairs("first"))  # raises UserError if no image has a label
     if options.label_fraction is None:
         return pairs
-    # a first pass over names and labels chooses which images the second pass yields
+    # The first pass over names and labels chooses the images. The second pass yields them.
     rows = [(image if isinstance(image, str) else None, label) for image, label in pairs()]
     chosen = set(common.label_rows(*zip(*rows), options.label_fraction))
     return lambda: (pair for i, pair in enumerate(pairs()) if i in chosen)
 
 
 def open_selection(options, data, task, chooser, needed):
-    """Open the data that choose slots or masks -> EvalSet: --select, or other scenes of the world.
+    """Open the data that choose slots or masks -> EvalSet: the data of --select, or other scenes of
+    `shapes`.
 
-    The task named `chooser` must be able to run on these data. needed: a phrase for error messages,
-    which says what --select must name. Raises UserError if --select is missing, or if `chooser`
-    cannot run on the data of --select.
+    The task named `chooser` must be able to run on these data. needed: the words for these data in
+    error messages. Raises UserError if --select is missing, or if `chooser` cannot run on the data
+    of --select.
     """
     spec, message = options.select, f"Task {task} needs --select, {needed}"
     if spec is None and data.is_world:
@@ -1357,13 +1361,13 @@ def open_selection(options, data, task, chooser, needed):
 COLOURS, SHAPES = common.COLOUR_NAMES, common.SHAPE_NAMES
 PAIRS = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]     # i = 8 * colour + shape
 WORLD_WORDS = {"small", "large", *COLOURS, *SHAPES, *map(common.plural, SHAPES)}
-# The number of scenes of the world that a task uses. Some tasks use half as many. k-NN and probes
-# learn from four times as many.
+# The number of scenes of `shapes` that a task uses. Some tasks use half as many scenes. k-NN and
+# probes learn from four times as many scenes.
 WORLD_N = 1000
 
 
 class WorldSet(EvalSet):
-    """The world of shapes. It has all that tasks need, except videos and pairs of Winoground."""
+    """The drawn images of `shapes`. They fit all tasks but `video` and `winoground`."""
 
     groups = {"": (torch.arange(64), PAIRS), "/colour": (torch.arange(64) // 8, COLOURS),
               "/shape": (torch.arange(64) % 8, SHAPES)}
@@ -1371,11 +1375,11 @@ class WorldSet(EvalSet):
 
     def __init__(self, world, options):
         self.world, self.split, self.limit = world, options.split, options.limit
-        # a fixed size: a larger --limit gives more pools, and each search stays equally hard
+        # The size is fixed, so that a search does not become harder with a larger --limit.
         self.pool = WORLD_N // 2
         templates = options.templates
-        # Only captions with fillers (words that describe nothing) contain "a photo of". A model
-        # trained without fillers does not know this prompt.
+        # Captions contain "a photo of" only if they have fillers, words that describe nothing. A
+        # model that was trained without fillers does not know this prompt.
         usual = ["{a}", "a photo of {a}"] if world.fillers else ["{a}"]
         self.classes = Classes(PAIRS, templates or usual, "shapes")
         self.map_classes = {"/colour": Classes(COLOURS, [f"{{a}} {shape}" for shape in SHAPES]),
@@ -1385,7 +1389,7 @@ class WorldSet(EvalSet):
         self.rare_classes = self.unseen.nonzero()[:, 0].tolist()
 
     def scenes(self, purpose):
-        """The sample of World.sample for a purpose. Each call with this purpose returns the same
+        """A sample of World.sample for a purpose. Each call with the same purpose returns the same
         sample."""
         few, most = min(3, self.world.objects), self.world.objects
         n, split, seed, objects = {
@@ -1402,15 +1406,15 @@ class WorldSet(EvalSet):
             "boxes": (WORLD_N // 2, self.split, 11, None),
         }[purpose]
         if self.limit and purpose not in ("train", "slots"):
-            # With a limit of at most TEST_LIMIT, no purpose gets more scenes than the limit. A
-            # larger limit multiplies the number of scenes of each purpose by limit / TEST_LIMIT.
+            # A limit up to TEST_LIMIT is the largest number of scenes of each purpose. A larger
+            # limit multiplies the number of scenes of each purpose by limit / TEST_LIMIT.
             n = max(min(n, self.limit), n * self.limit // TEST_LIMIT)
         return self.world.sample(n, split, seed, objects)
 
     def labelled(self, purpose):
-        """Scenes of one object, whose colour and shape are the class. The purposes "zeroshot" and
-        "slots" need no training images, so only these two keep the classes that training never
-        shows."""
+        """Scenes of one object. The class is the pair of its colour and its shape. Classes that
+        training never shows are left out, except for the purposes "zeroshot" and "slots", which
+        need no training images."""
         sample = self.scenes(purpose)
         scene = sample["scene"]
         ids = scene["colour"] * 8 + scene["shape"]                          # (n, 1)
@@ -1428,7 +1432,7 @@ class WorldSet(EvalSet):
             yield image, [self.world.caption(objects, rng) for _ in range(2)]
 
     def hard_negatives(self):
-        """Hard negatives of SugarCrepe's kinds, as many kinds as the scene allows."""
+        """Hard negatives of the kinds of SugarCrepe that the scene allows."""
         sample, rng = self.scenes("negatives"), random.Random(3)
         for image, objects in zip(sample["images"], sample["objects"]):
             pairs = self.world.hard_negatives(objects, rng)
@@ -1447,9 +1451,9 @@ class WorldSet(EvalSet):
 
     def word_masks(self):
         """Yields image, (caption, masks, objects). The dict `masks` has a mask for each colour and
-        each shape of a scene: the pixels of all objects that have this colour or shape. The mask of
-        a shape is stored under the singular and under the plural of its name, as a caption may use
-        either word. `objects` is the mask of all objects."""
+        each shape of a scene. The mask covers the objects of this colour or shape. The dict has the
+        mask of a shape under the singular and under the plural of its name, because a caption may
+        have either word. `objects` is the mask of all objects."""
         sample = self.scenes("samples")
         names = "images", "captions", "objects", "segmentation"
         for image, caption, objects, ids in zip(*[sample[name] for name in names]):
@@ -1470,14 +1474,14 @@ def label_maps(sample, grouping):
 
 # Tasks ------------------------------------------------------------------------------------
 #
-# A task is a function of an Embedder, an EvalSet and the options of eval.py. It returns
-# {metric: result}. A result is a number, or a tensor whose mean is the metric. If it is known what
-# a random guess gives, the result is a tuple (value, chance). Most metrics are called TASK or
-# TASK/NAME. For all other metrics, TASK_OF in tests/claims.py gives the name of the task. Tasks for
-# any model come first.
+# A task is a function of an Embedder, an EvalSet and the options of eval.py. The function returns
+# {metric: result}. A result is a number, or a tensor whose mean is the metric. If the value of a
+# random guess is known, the result is a tuple (value, chance). Most metrics are called TASK or
+# TASK/NAME. TASK_OF in tests/claims.py gives the tasks of metrics with other names. Tasks for any
+# model come first.
 #
-# A task reads pairs by data.captioned(purpose) or data.labelled(purpose); WorldSet.scenes lists the
-# purposes. embedder.encode_pairs(pairs, embedder.model.encode_image) gives vectors (n, E).
+# A task reads pairs by data.captioned(purpose) or data.labelled(purpose). WorldSet.scenes lists the
+# purposes. embedder.encode_pairs(pairs, embedder.model.encode_image) returns vectors (n, E).
 # default_tasks lists the tasks that run without --task.
 
 
@@ -1488,20 +1492,21 @@ def encode_labelled(embedder, pairs, encode="encode_image", **options):
 
 
 def probed(embedder, pairs, **options):
-    """Pairs (image, class id) -> the features that the method's paper probes, and class ids (n,).
-    Encodings that are words are mostly 0."""
+    """Pairs (image, class id) -> the features that the paper of the method probes, and class ids
+    (n,). Features of STAIR are SparseRows, because most numbers are 0."""
     if embedder.model.encode_words:
         options["collect"] = stair.SparseRows
     return encode_labelled(embedder, pairs, embedder.model.probe_features, **options)
 
 
 def take(embedder, data, n):
-    """The first n readable samples -> images (n, 3, S, S), n captions. If the data have labels and
-    no captions, the caption of an image is a prompt with the name of its class."""
+    """The first n readable samples -> images (n, 3, S, S), n captions. For data with labels and
+    without captions, the caption of an image is a prompt with the name of its class."""
     if data.captioned:
         pairs = ((image, captions[0]) for image, captions in data.captioned("samples"))
     else:
-        # data.classes may ask for --classes, which a model without text does not need
+        # data.classes may raise an error that asks for --classes. A model without text needs no
+        # --classes.
         names = data.classes.names if embedder.tokenizer else data.groups[""][1]
         prompts = [f"a photo of {common.article(name)}." for name in names]
         pairs = ((image, prompts[c]) for image, c in data.labelled("samples"))
@@ -1510,8 +1515,8 @@ def take(embedder, data, n):
 
 
 def learnable(data):
-    """An index of the classes that k-NN and probes can learn. They count for the chance, with or
-    without a readable image."""
+    """An index of the classes that k-NN and probes can learn. The chance counts these classes, also
+    those without a readable image."""
     return slice(None) if data.unseen is None else ~data.unseen
 
 
@@ -1525,7 +1530,7 @@ def accuracies(task, data, predicted, ids, classes=slice(None)):
 def zeroshot(embedder, data, options):
     """Top-1 accuracy of zero-shot classification (CLIP), and top-5 for more than five classes.
 
-    `mean_per_class_recall` is the accuracy within each class, averaged over the images' classes."""
+    `mean_per_class_recall` is the accuracy within each class, averaged over classes with images."""
     x, ids = encode_labelled(embedder, data.labelled("zeroshot"))
     scores = embedder.classify(x, data.classes)                                # (n, C)
     predicted, chance = scores.argmax(1), 1 / scores.shape[1]
@@ -1546,8 +1551,9 @@ def retrieval(embedder, data, options):
 
     Every caption is a query. faithfulness/K-P is the K-Precision (SPARC, Sec. 4.4) of the caption
     that is nearest to each image. STAIR (Sec. 4.3) uses --caption-prefix "a photo of". If the data
-    have a `pool`, each pool of this many images is ranked by itself, and a metric is the mean over
-    pools. An incomplete last pool, in which each search would be easier, is left out.
+    have a `pool`, the images are divided into pools of this size. Each pool is ranked by itself,
+    and a metric is the mean over pools. An incomplete last pool is left out, because each search in
+    the pool would be easier.
     """
     x, captions = embedder.encode_pairs(data.captioned("captioned"))
     n = min(data.pool or len(x), len(x))
@@ -1555,9 +1561,9 @@ def retrieval(embedder, data, options):
     pools = [rank_pairs(embedder, data, options, x[i : i + n], captions[i : i + n]) for i in starts]
     result = {name: mean([found[name] for found in pools]) for name in pools[0]}
     sizes = [len(group) for group in captions[: n * len(pools)]]
-    m = round(sum(sizes) / len(pools))  # captions of a pool
+    m = round(sum(sizes) / len(pools))  # number of captions in a pool
     for k in (1, 5, 10):
-        # k guesses among m captions miss the s captions of an image, or a caption's only image
+        # the probability that k random captions of m contain none of the s captions of an image
         missed = [math.comb(m - s, k) / max(1, math.comb(m, k)) for s in sizes]
         result[f"i2t/R@{k}"] = result[f"i2t/R@{k}"], 1 - mean(missed)
         result[f"t2i/R@{k}"] = result[f"t2i/R@{k}"], min(1, k / n)
@@ -1586,8 +1592,8 @@ def rank_pairs(embedder, data, options, x, captions):
 
 
 def negative_pairs(embedder, data):
-    """The hard negatives of the data, n pairs of a right and a wrong caption -> the n kinds of the
-    pairs, encodings (n, E) of their images, of the right captions and of the wrong captions."""
+    """n pairs of a right and a wrong caption, the hard negative -> the n kinds of the pairs,
+    encodings (n, E) of their images, of the right captions and of the wrong captions."""
     x, groups = embedder.encode_pairs(data.hard_negatives())
     rows = [i for i, group in enumerate(groups) for _ in group]
     kinds, captions, wrong = zip(*itertools.chain(*groups))
@@ -1619,7 +1625,7 @@ def winoground(embedder, data, options):
     x, y = x[rows].unflatten(0, (-1, 2)), y.unflatten(0, (-1, 2))           # (n, 2, E)
     scores = torch.stack([embedder.similarity(*pair).T for pair in zip(x, y)])
     text, image, group = sparo.winoground_scores(scores)
-    # the chance that four scores in random order satisfy the inequalities
+    # The chance is the probability that four scores in random order satisfy the inequalities.
     return {"winoground/text": (text, 1 / 4), "winoground/image": (image, 1 / 4),
             "winoground/group": (group, 1 / 6)}
 
@@ -1645,14 +1651,14 @@ def kmeans(embedder, data, options):
 
 
 def random_view(embedder):
-    """A function that encode_pairs reads with: an image or file, its number -> a random crop of at
-    least 8 % of the image's area (BAM, D.1), flipped with probability 1/2.
+    """A function `read` for encode_pairs: (image or file, its number) -> a random crop of at least
+    8 % of the area of the image (BAM, D.1), flipped with probability 1/2.
 
-    The crops depend on torch's random numbers when random_view is called and on the number. So all
-    threads and ranks crop as one thread does.
+    A seed that random_view draws and the number of the image decide the crop. So the crops do not
+    depend on the number of threads and ranks.
     """
-    # A crop has .08 ** .5 of each side or more. A larger JPEG is decoded at a smaller size, at
-    # which the smallest crop has still S pixels.
+    # A crop has at least .08 ** .5 of each side. Large JPEGs are decoded at a smaller size, where
+    # the smallest crop still has S pixels.
     size, seed = embedder.image_size, torch.randint(2**62, ()).item()
     side = size * math.ceil(1 / math.sqrt(0.08))
 
@@ -1668,14 +1674,14 @@ def random_view(embedder):
 def linear(embedder, data, options):
     """Accuracy of a linear probe on the features that the paper of the method probes.
 
-    The result also has the setting that the probe chose by itself."""
+    See --probe. The result also has the setting that the probe has chosen."""
     pairs, device = data.learn, embedder.device
     setting, epochs = PROBES[options.probe]
     if options.probe == "lbfgs":  # BAM (D.3) resizes the shorter side to the size of the crop
         embedder = dataclasses.replace(embedder, resize=embedder.image_size)
     if options.probe == "sgd":
-        # sgd trains on random crops of the images that are not held out. If there is nothing to
-        # choose, it trains on all images, and a hundred of them tell the size of the features.
+        # sgd trains on random crops of the images that are not held out. With --probe-lr there is
+        # nothing to choose, so sgd trains on all images. A hundred of them show the feature size.
         rates, held, rest = [options.probe_lr or RATES[2]], 100 * [True], itertools.repeat(True)
         if options.probe_lr is None:
             is_held = hold_out(torch.tensor([label for _, label in pairs()]), 10)
@@ -1715,7 +1721,7 @@ def segmentation(embedder, data, options):
 
     The paper has no class for the background, and we have none. So a background pixel is predicted
     as some class, and lowers the IoU of this class in `miou`. `miou_fg` ignores background pixels.
-    D.7 names no prompts; we average several for each class.
+    D.7 names no prompts. We average several prompts for each class.
     """
     embeddings = patch_classes(embedder, data)
     scores, images = collections.defaultdict(list), 0
@@ -1733,15 +1739,15 @@ def segmentation(embedder, data, options):
 
 
 def weights_on_objects(task, embedder, data, words_of):
-    """Where a word's weights lie in a scene of several objects (our measure).
+    """Where the weights of a word lie in a scene of several objects (our measure).
 
-    words_of(embedder, image, caption) -> pairs (word, weights (P,) of the image's patches).
-    Returns a pair (value, chance) for each kind of word, colour and shape, TASK/own/KIND: the
-    weight on the objects that the word names / the weight on all objects. A network that lights up
-    all objects alike, as untrained networks may do, is at chance, which is what equal weights would
-    give. Values and chances are means over the words of the kind; they are nan if there are none. A
-    word that names all objects of its scene is skipped, as its value is always 1. A word without
-    any weight on objects is skipped, too.
+    words_of(embedder, image, caption) -> pairs (word, weights (P,) of the patches of the image).
+    Returns TASK/own/KIND for each kind of word, colour and shape: a pair (value, chance). The value
+    is the weight on the objects that the word names / the weight on all objects. The chance is the
+    value for equal weights. A network that weights all objects alike is at chance. Value and chance
+    are means over the words of a kind. They are NaN without such words. A word that names all
+    objects of its scene is skipped, because its value is always 1. A word without any weight on
+    objects is skipped, too.
     """
     found = {f"{task}/own/{kind}": [] for kind in ("colour", "shape")}
     for image, (caption, masks, objects) in data.word_masks():
@@ -1765,11 +1771,11 @@ def alignment(embedder, data, options):
 
 # SPARO's tasks: slots and masks -----------------------------------------------------------
 #
-# The data that rank the slots or train the masks are never the data that are evaluated.
+# The data that rank slots or train masks are never the data to evaluate.
 
 
 def headlines(embedder, data, options, tasks=("zeroshot", "retrieval", "negatives")):
-    """Run those of `tasks` that fit the data -> {metric: result}, for the main metrics only."""
+    """Run the tasks that fit the data -> {metric: result}, for the main metrics only."""
     result = {}
     for name in tasks:
         if TASKS[name].fits(data):
@@ -1802,9 +1808,9 @@ def slots(embedder, data, options):
 
 @torch.no_grad()
 def attention_of_slots(embedder, images, captions):
-    """What the L slots attend to in n images (n, 3, S, S) and their captions -> token ids of the
-    captions (n, length), the weights that a slot gives to the patches (n, L, P), and the word of
-    each slot, see sparo.slot_words."""
+    """n images (n, 3, S, S) and their captions -> token ids of the captions (n, length), the
+    weights that each slot gives to the patches (n, L, P), and what sparo.slot_words returns about
+    the word of each slot."""
     tokens, mask = embedder.tokenize(captions)
     attention = embedder.model.attend(images.to(embedder.device), tokens, mask)
     over_image, over_text, y_i, y_t = [x.cpu() for x in attention]
@@ -1814,8 +1820,8 @@ def attention_of_slots(embedder, images, captions):
 
 
 def words_of_slots(embedder, image, caption):
-    """Yield (word, weights (P,)) for each slot that can be interpreted (see attention_of_slots).
-    `weights` is 1 at the patch to which the slot gives the highest weight, and 0 elsewhere."""
+    """Yield (word, weights (P,)) for each slot that agrees on image and caption (sparo.slot_words).
+    The weight is 1 for the patch with the highest weight of the slot, and 0 for other patches."""
     tokens, weights, word, _, agree = attention_of_slots(embedder, image[None], [caption])
     for slot in agree[0].nonzero()[:, 0].tolist():
         best = F.one_hot(weights[0, slot].argmax(), weights.shape[2])
@@ -1825,20 +1831,21 @@ def words_of_slots(embedder, image, caption):
 def slot_alignment(embedder, data, options):
     """Share of the objects in a slot's brightest patch that the word of the slot names (SPARO).
 
-    Only the slots that can be interpreted count, see attention_of_slots."""
+    Only slots that agree on image and caption count (sparo.slot_words)."""
     return weights_on_objects("slot_alignment", embedder, data, words_of_slots)
 
 
 def masks(embedder, data, options):
     """Metrics with masks of encodings, which are trained on --select (SPARO, Sec. 5.2, Table 5).
 
-    One mask has a weight for each slot, the other has a weight for each dimension.
+    The files of --select have hard negatives. One mask has a weight for each slot, another mask has
+    a weight for each dimension.
 
     A pair of a caption and its hard negative is right if the image is closer to the caption.
-    `pairs` is the mean over SugarCrepe's kinds of the fraction of right pairs with the mask, and
+    `pairs` is the fraction of right pairs with the mask, as a mean over the kinds of SugarCrepe.
     `pairs_before` is this mean without the mask. METRIC/relative_change divides the relative change
     of a metric by the relative change of `pairs`. With several --data, eval.py also prints the
-    relative change of the mean accuracy, the paper's VTAB Avg (sparo.change_of_means).
+    relative change of the mean accuracy, which is "VTAB Avg" in the paper (sparo.change_of_means).
     """
     needed = "SugarCrepe's files to train the mask on"
     selection = open_selection(options, data, "masks", "negatives", needed)
@@ -1847,7 +1854,7 @@ def masks(embedder, data, options):
     before = headlines(embedder, data, options, tasks)
     result |= {f"masks/{key}_before": found for key, found in before.items()}
     for name, parts in (("slots", embedder.model.mask_parts), ("dimensions", x.shape[1])):
-        if x.shape[1] % parts:  # an encoding without slots may not divide into so many parts
+        if x.shape[1] % parts:  # the width of an encoding without slots may not be divisible
             continue
         generator = torch.Generator().manual_seed(0)
         mask, start, fit = sparo.train_mask(x, y_p, y_n, kinds, parts, generator=generator)
@@ -1863,12 +1870,12 @@ def masks(embedder, data, options):
 
 # STAIR's tasks: encodings that are words --------------------------------------------------
 #
-# Each number of an encoding is the weight of a word. So words can be ranked, and a text can be
-# encoded without the text encoder.
+# Each number of an encoding is the weight of a word. So the words of an image can be ranked. A text
+# can be encoded without the text encoder.
 
 
 def word_columns(embedder, encodings):
-    """Encodings (n, E) -> (n, |V|). Columns that belong to no word are dropped: an embedding may
+    """Encodings (n, E) -> (n, |V|), without the columns that belong to no word. An embedding may
     have more rows than the vocabulary has words."""
     return encodings[:, : len(embedder.tokenizer)]
 
@@ -1876,11 +1883,11 @@ def word_columns(embedder, encodings):
 def vocabulary_scores(embedder, x):
     """Encodings x (n, E) of images -> scores (n, |V|) of all words of the vocabulary.
 
-    STAIR's encodings are such scores. For the other methods, a word's score is the similarity of
-    the image to the word's encoding (STAIR, Sec. 5.1).
+    The encodings of STAIR are such scores. For other methods, the score of a word is the similarity
+    of the image to the encoding of the word (STAIR, Sec. 5.1).
 
-    Special tokens score -inf. For the other methods a piece such as `##car` also scores -inf if the
-    vocabulary has the word `car`: both would be encoded as "car", and the word would count twice.
+    Special tokens score -inf. For other methods a piece such as `##car` also scores -inf if the
+    vocabulary has the word `car`. Both would be encoded as "car", so the word would count twice.
     """
     tokenizer = embedder.tokenizer
     vocab, ids, no_words = tokenizer.vocab, tokenizer.ids, [*tokenizer.special]
@@ -1896,7 +1903,7 @@ def vocabulary_scores(embedder, x):
 def words(embedder, data, options):
     """How often the label of an image is among the k best words of the image (STAIR, Table 4).
 
-    An image of the world has two labels, its colour and its shape. There `words` counts the label
+    An image of `shapes` has two labels, its colour and its shape. `words` then counts the label
     with the better rank."""
     x, ids = encode_labelled(embedder, data.labelled("zeroshot"))
     tokenizer, scores, ranks = embedder.tokenizer, vocabulary_scores(embedder, x), {}
@@ -1935,19 +1942,19 @@ def sparsity(embedder, data, options):
 def video(embedder, data, options):
     """Region score J and contour score F of objects followed through a video (BAM, Table 6).
 
-    J, F and their mean are reported for each T, the number of last frames that a frame gets its
-    labels from. They are means over the objects of all videos. A video of 80 frames of 854 x 480,
-    in patches of 16, takes 2 GB.
+    A frame gets its labels from the last T frames. J, F and their mean are reported for each T, as
+    means over the objects of all videos. A video of 80 frames of 854 x 480, in patches of 16, takes
+    2 GB.
     """
     encoder = embedder.model.evaluation_encoder()
-    patch = encoder.image_size // encoder.grid  # a token of a ResNet stands for a patch, too
+    patch = encoder.image_size // encoder.grid  # a token of a ResNet also stands for a patch
     encode = lambda frames: encoder(frames)[:, int(encoder.cls is not None) :]  # without [CLS]
     found = collections.defaultdict(list)
     for frames, truth in progress(data.videos(patch), "videos"):
         truth = truth.to(embedder.device)
         grid = [side // patch for side in next(frames()).shape[1:]]
         start = bam.first_map(truth[0], grid)                               # (C, P)
-        # one frame at a time, as 80 of them take gigabytes
+        # one frame at a time, because 80 frames take gigabytes
         x = embedder.encode_batches((frame[None] for frame in frames()), encode)  # (f, P, d)
         for T, soft in bam.propagate(x.to(embedder.device), start, grid).items():
             scores = bam.j_and_f(soft, truth, grid, patch)                  # (2, objects)
@@ -1958,14 +1965,14 @@ def video(embedder, data, options):
 
 # Fine-tuned classifiers (BAM, Tables 3 to 5) ----------------------------------------------
 #
-# A classifier has classes and no captions. It has one task of its own.
+# A classifier has classes and no captions. The task `classification` is for classifiers alone.
 
 
 def learned_classes(options, data, model):
-    """The number that the classifier gives to each class of the data. --classes, or else the names
-    of class folders, tell the classes. Without --classes, label i of shards is class i of a
-    classifier that learned from such labels. Raises UserError if the data have classes that the
-    classifier has not learned, or lack some that it has learned.
+    """The number of each class of the data in the classifier. --classes or the names of class
+    folders tell the classes of the data. Without --classes, label i of shards is class i of a
+    classifier that has learned from shards. Raises UserError if the data and the classifier have
+    different classes.
     """
     known, names = model.config.classes, None
     if data.is_world:
@@ -1991,8 +1998,8 @@ def learned_classes(options, data, model):
 def classification(embedder, data, options):
     """Top-1 accuracy of a fine-tuned classifier (BAM, Table 3).
 
-    On the world, the scenes of this task have one object, whose shape is the class.
-    `mean_per_class` is the accuracy within each class, averaged over classes.
+    A scene of `shapes` has one object here, and its shape is the class. `mean_per_class` is the
+    accuracy within each class, averaged over classes.
     """
     pairs, encode = data.labelled("test"), embedder.model.class_scores
     scores, labels = encode_labelled(embedder, pairs, encode)
@@ -2006,12 +2013,12 @@ def classification(embedder, data, options):
 
 # Open-vocabulary detection (SPARC, Table 5) -----------------------------------------------
 #
-# A detector has a text encoder, and yet one task of its own.
+# The task `detection` is for detectors alone.
 
 
 def query_embeddings(embedder, data):
-    """Embeddings of the classes of data.boxes (C, E). A class's logit is the mean of the logits of
-    its prompts, as in OWL-ViT's code. It is the logit of the mean of their embeddings."""
+    """Embeddings of the classes of data.boxes (C, E). In the code of OWL-ViT, the logit of a class
+    is the mean of the logits of its prompts. The mean embedding of the prompts has this logit."""
     x = embedder.texts(data.classes.prompts)
     return x.unflatten(0, (len(data.classes.names), -1)).mean(1).to(embedder.device)
 
@@ -2019,8 +2026,8 @@ def query_embeddings(embedder, data):
 def detection(embedder, data, options):
     """AP of detected boxes: the mean over ten IoUs and over classes with a true box (COCO, LVIS).
 
-    The IoUs are .5 to .95. AP_rare is the mean over the rare classes of LVIS. On shapes the
-    pairs of colour and shape that the training images never show are rare.
+    The IoUs are .5 to .95. AP_rare is the mean over the rare classes of LVIS. For `shapes`, AP_rare
+    is the mean over the pairs of colour and shape that training images never show.
     """
     queries = query_embeddings(embedder, data)
     encode = lambda images: sparc.best_boxes(*embedder.model.detect(images, queries))
@@ -2043,20 +2050,20 @@ def detection(embedder, data, options):
 
 # What can be measured ---------------------------------------------------------------------
 #
-# A row of TASKS lists attributes of EvalSet, and one attribute of the model. The task runs if the
-# data have one of the listed attributes, and the model has its attribute.
+# A row of TASKS lists attributes of EvalSet, and names one attribute of the model. The task can run
+# if the data have one of the listed attributes, and the model has the named attribute.
 
 
-IMAGES = "captioned", "groups"  # a caption, or a class with a name (labels of shards have none)
+IMAGES = "captioned", "groups"  # captions, or classes with names
 
 
 class Row(NamedTuple):
     """A row of TASKS or PICTURES: a function, and what it needs from the data and the model."""
 
     run: Callable
-    data: tuple                  # attributes of EvalSet; the data must have one
-    model: str = "encode_image"  # attribute of the model that must not be None or 0
-    flags: tuple = ()            # flags of eval.py that it reads, besides those of data and machine
+    data: tuple                  # attributes of EvalSet; the data must have one of them
+    model: str = "encode_image"  # attribute of the model, which must be neither None nor 0
+    flags: tuple = ()            # flags that the function reads, beside those of data and machine
 
     def fits(self, data):
         """Whether the data, an EvalSet, have what the task needs."""
@@ -2093,10 +2100,10 @@ TASKS = {
 }
 
 def default_tasks(data, model):
-    """Names of the usual tasks of a model, which run if --task is not given."""
+    """Names of the tasks of a model that run without --task."""
     if model.class_scores or model.detect:
         return ["classification", "detection", "video"]
-    if model.encode_text is None:  # a probe on files takes long, so it runs only if --task says so
+    if model.encode_text is None:  # a linear probe on files takes long, so it needs --task
         return ["knn", "linear"] if data.is_world else ["knn", "video"]
     tasks = ["zeroshot", "retrieval", "negatives", "winoground", "segmentation", "alignment",
              "slot_alignment", "video"]
@@ -2104,16 +2111,16 @@ def default_tasks(data, model):
 
 
 def to_float(found):
-    """A task's result for one metric -> float: a number, the mean of a tensor, or the first item of
-    a tuple (result, chance)."""
+    """The result of a task for one metric -> float. A result is a number, a tensor, whose mean
+    counts, or a tuple (result, chance), of which the first item counts."""
     value = found[0] if isinstance(found, tuple) else found
     return value.float().mean().item() if torch.is_tensor(value) else value
 
 
 # Pictures ---------------------------------------------------------------------------------
 #
-# A picture is a function of an Embedder and an EvalSet -> PIL image, or None if there is nothing
-# to show. PICTURES, at the end of this section, has a row for each of these functions.
+# A picture is a function of an Embedder and an EvalSet. It returns a PIL image, or None if there is
+# nothing to show. PICTURES, at the end of this section, has a row for each of these functions.
 
 BRIGHTNESS = ("Brightness shows the weight of a patch: black is 0, full brightness is the largest "
               "weight of the map.")
@@ -2121,10 +2128,10 @@ STOP_WORDS = set("a an the and of in on at to by with from for is are it its his
 
 
 def draw_text(string, width, size=13, colour="black"):
-    """Draw text that wraps at `width` pixels. A word that is longer makes the picture wider.
+    """Draw text that wraps at `width` pixels. A longer word makes the picture wider.
 
-    The font has only Latin letters without accents. Accents are dropped, and "(...)" replaces a
-    text in another script.
+    The font has only Latin letters without accents. Accents are dropped. A text in another script
+    is drawn as "(...)".
     """
     if not string.isascii():
         string = unicodedata.normalize("NFKD", string).encode("ascii", "ignore").decode() or "(...)"
@@ -2137,7 +2144,7 @@ def draw_text(string, width, size=13, colour="black"):
 
 
 def join(pictures, down=False, gap=8):
-    """Join pictures side by side, with their lower edges in line. down: one below the other."""
+    """Join pictures side by side, aligned at the bottom. With `down` they are joined vertically."""
     widths, heights = zip(*[picture.size for picture in pictures])
     gaps = gap * (len(pictures) - 1)
     size = (max(widths), sum(heights) + gaps) if down else (sum(widths) + gaps, max(heights))
@@ -2149,9 +2156,9 @@ def join(pictures, down=False, gap=8):
 
 
 def sheet(title, note, rows, columns=12):
-    """Draw a page: the title, a note on how to read the page, and rows of labelled pictures.
+    """Draw a page with the title, a note on how to read the page, and rows of labelled pictures.
 
-    rows: pairs (heading, [(picture, label), ...]). A row has at most `columns` pictures in a line.
+    rows: pairs (heading, [(picture, label), ...]). A line has at most `columns` pictures.
     """
     lines = []
     for heading, cells in rows:
@@ -2174,8 +2181,8 @@ def to_picture(image):
 
 
 def light_up(image, weights):
-    """Image (3, H, W), weights (P,) of its patches -> a picture that is darker where a weight is
-    smaller than the largest one."""
+    """Image (3, H, W), weights (P,) of its patches -> a picture. A patch is the darker, the smaller
+    its weight is, compared to the largest weight."""
     picture, grid = to_picture(image), math.isqrt(weights.numel())
     level = weights.clamp(min=0) / weights.max().clamp(min=1e-6)            # (P,)
     mask = to_pil_image(level.view(1, grid, grid)).resize(picture.size, Image.Resampling.NEAREST)
@@ -2183,7 +2190,7 @@ def light_up(image, weights):
 
 
 def lit_sheet(title, note, rows):
-    """A sheet of rows (heading, image (3, H, W), [(label, weights (P,) of its patches), ...])."""
+    """Rows (heading, image (3, H, W), [(label, weights (P,) of the patches), ...]) -> a sheet."""
     pages = []
     for heading, image, maps in rows:
         cells = [(light_up(image, weights), label) for label, weights in maps]
@@ -2192,8 +2199,9 @@ def lit_sheet(title, note, rows):
 
 
 def maps_of_words(embedder, image, caption):
-    """An image and a caption -> pairs (label, weights (P,)): a map for each token of the caption
-    or, for SPARO, for the 23 slots that attend most sharply to a word. See Embedder.maps."""
+    """An image and a caption -> pairs (label, weights (P,)), a pair for each token of the caption.
+    SPARO has a pair for each of the 23 slots that give one word the highest weights. See
+    Embedder.maps."""
     found = embedder.maps(image, caption)
     maps, names = torch.from_numpy(found["patches"]).flatten(1), found["tokens"]
     if "words" in found:
@@ -2206,7 +2214,7 @@ def maps_of_words(embedder, image, caption):
 
 
 def note_of_maps(model):
-    """What the brightness of maps_of_words means."""
+    """The explanation of the brightness in a picture of maps_of_words."""
     if model.word_maps:
         return (f"{BRIGHTNESS} A weight is p(h_j) in STAIR's Eq. 4 minus the lowest of the map. It "
                 "needs no text encoder.")
@@ -2216,7 +2224,7 @@ def note_of_maps(model):
 
 
 def draw_pair(embedder, image, caption):
-    """Where the words or slots of one caption lie in one image."""
+    """Draw how each word of a caption, or each slot, weights the patches of an image."""
     with common.explained(BROKEN, f"--image {image} cannot be read"):
         pixels = embedder.read(image)
     rows = [(caption, pixels, maps_of_words(embedder, image, caption))]
@@ -2262,8 +2270,8 @@ def draw_segmentation(embedder, data):
 def draw_slots(embedder, data):
     """Which word and which patches each slot attends to (SPARO, Sec. 5.4).
 
-    As in the paper, the rows show slots that attend sharply to a word, and no two slots that attend
-    to the same words.
+    As in the paper, a row shows a slot that attends mainly to one word, and no two rows show slots
+    that attend to the same words.
     """
     images, captions = take(embedder, data, 64)
     tokens, over_image, word, sharpness, agree = attention_of_slots(embedder, images, captions)
@@ -2271,7 +2279,7 @@ def draw_slots(embedder, data):
     for slot in (agree * sharpness).sum(0).argsort(descending=True).tolist():
         shown = agree[:, slot].nonzero()[:, 0]
         repeats = word[shown][:, chosen] == word[shown][:, [slot]]          # (shown, chosen)
-        # new: no slot chosen before attends to the same word in 30 % or more of these captions
+        # A slot is new if no chosen slot has the same word in 30 % or more of these captions.
         is_new = (repeats.float().mean(0) < 0.3).all()
         if len(shown) < 4 or not is_new or len(chosen) == 8:
             continue
@@ -2316,8 +2324,8 @@ def draw_words(embedder, data):
 def draw_heads(embedder, data):
     """Which patches each head of the last block attends to from [CLS] (BAM, Fig. 5).
 
-    Image files are read at 512 / 224 of the run's image size: at 512 pixels, as in the figure, for
-    a model of 224."""
+    The maps of the heads and their mean are drawn. Image files are read at 512 / 224 of the image
+    size of the run. A model of 224 pixels then reads 512 pixels, as in the figure."""
     encoder = embedder.model.image_encoder
     if encoder.cls is None:
         return None
@@ -2334,12 +2342,13 @@ def draw_heads(embedder, data):
 
 
 def spelled(tokenizer, ids):
-    """Ids -> their tokens, as one text."""
+    """Ids of tokens -> one text with the tokens."""
     return " ".join(tokenizer.vocab[i] for i in ids)
 
 
 def as_read(tokenizer, tokens, mask, captions):
-    """Tokens and mask (n, L) of n captions -> pairs (what the model reads, what is cut off)."""
+    """Tokens and mask (n, L) of n captions -> pairs of texts: the tokens that the model reads, and
+    the tokens that are cut off."""
     pairs = []
     for ids, kept, caption in zip(tokens.cpu(), mask.cpu(), captions):
         read = ids[kept].tolist()
@@ -2349,14 +2358,14 @@ def as_read(tokenizer, tokens, mask, captions):
 
 
 def draw_boxes(picture, boxes):
-    """Draw boxes (n, 4), as fractions of the sides of a square picture, into the picture."""
+    """Draw boxes (n, 4) into a square picture. Boxes are fractions of the sides."""
     for box in boxes.tolist():
         ImageDraw.Draw(picture).rectangle([side * picture.width for side in box], outline="red")
 
 
 def sheet_of_samples(pictures, texts, note):
-    """Pictures of samples, and for each a pair (what the model reads, what is cut off) -> a sheet
-    on which the text stands above its picture, and what is cut off is grey."""
+    """Pictures of samples, and a pair of texts for each (read by the model, cut off) -> a sheet.
+    The text stands above its picture. The text that is cut off is grey."""
     cells = []
     for picture, (read, cut) in zip(pictures, texts):
         words = [draw_text(read, picture.width), draw_text(cut, picture.width, colour="grey")]
@@ -2375,15 +2384,15 @@ PICTURES = {
 
 
 def pictures_to_draw(model, data, tasks):
-    """The pictures that `tasks` names, or all pictures if it is empty -> {name: Row}.
-    A picture is left out if the data or the model lack what the picture needs."""
+    """The pictures that `tasks` names, or all pictures if `tasks` is empty -> {name: Row}. Pictures
+    that do not fit the data or the model are left out."""
     return {name: picture for name, picture in PICTURES.items() if name in (tasks or PICTURES)
             and picture.fits(data) and picture.suits(model)}
 
 
 @torch.no_grad()
 def draw_pictures(embedder, data, tasks):
-    """Draw what pictures_to_draw names -> {name: picture}."""
+    """Draw the pictures of pictures_to_draw -> {name: picture}."""
     drawn = {name: picture.run(embedder, data)
              for name, picture in pictures_to_draw(embedder.model, data, tasks).items()}
     return {name: page for name, page in drawn.items() if page}
@@ -2392,16 +2401,16 @@ def draw_pictures(embedder, data, tasks):
 # Evaluating a run -----------------------------------------------------------------------
 #
 # RUN/eval.json has the metrics of the evaluation that ends the training. RUN/evals.jsonl has the
-# metrics of all evaluations.
+# metrics of each evaluation.
 
 
 def tasks_to_run(options, data, model):
-    """Names of the tasks to run: the tasks of --task or, without --task, the usual tasks that data
-    and model can run.
+    """Names of the tasks to run: the tasks of --task or, without --task, the default tasks that fit
+    the data and the model.
 
-    Raises UserError if --task names a task that data and model can neither run nor draw, if they
-    can run no task at all, and for what a task would notice only after minutes: classes without
-    names, no images to learn from, a classifier with other classes.
+    Raises UserError if a name of --task fits neither as a task nor as a picture, or no task fits.
+    Some errors would come only after minutes, so they are raised here: classes without names, no
+    images to learn from, a classifier with other classes.
     """
     asked = options.tasks
     usable = [name for name, task in TASKS.items() if task.fits(data) and task.suits(model)]
@@ -2425,12 +2434,12 @@ def tasks_to_run(options, data, model):
 
 
 def evaluate(embedder, data, options, report=lambda new: None, failed=None):
-    """Run the tasks -> {metric: float}. METRIC/chance is what a random guess gives, if the task
-    knows it.
+    """Run the tasks -> {metric: float}. METRIC/chance is the value of a random guess, if the task
+    knows this value.
 
-    All ranks must call it: they divide the encoding. When a task ends, report(the metrics of the
-    task) is called. Raises UserError if a task cannot run. With a list `failed` in one process, the
-    list gets the message, and the other tasks run.
+    All ranks must call this function, because they divide the encoding. report(metrics) is called
+    when a task ends. Raises UserError if a task cannot run. With a list `failed` in one process,
+    the list gets the message instead, and the other tasks run.
     """
     result, embedder = {}, dataclasses.replace(embedder, share=common.this_rank())
     for name in tasks_to_run(options, data, embedder.model):
@@ -2456,9 +2465,9 @@ def print_metrics(metrics):
 
 
 def evaluate_and_show(embedder, data, options, run, failed):
-    """Evaluate, print a table, write the metrics and the pictures into RUN -> {metric: float}. What
-    a task has found is printed and written when the task ends. Rank 0 alone draws and writes.
-    failed: a list that gets a message for each task that fails and each file that cannot be
+    """Evaluate, print a table, write the metrics and the pictures into RUN -> {metric: float}. The
+    metrics of a task are printed and written when the task ends. Rank 0 alone draws and writes.
+    failed: a list that gets a message for each task that fails and for each file that cannot be
     written."""
     if common.this_rank()[0] > 0:
         return evaluate(embedder, data, options)
@@ -2467,13 +2476,13 @@ def evaluate_and_show(embedder, data, options, run, failed):
     def report(new):
         so_far.update(new)
         print_metrics(new)
-        with noted([]):  # only the line of all tasks must be written
+        with noted([]):  # an error here does not matter, as a later line has all tasks
             write_line(run, metrics_record(embedder, data, options, so_far), is_complete=False)
 
     result = evaluate(embedder, data, options, report, failed)
-    is_complete = len(failed) == before  # or a task has failed
+    is_complete = len(failed) == before  # no task has failed
     print_notes(embedder, data)
-    if result:  # a picture alone measures nothing
+    if result:  # a command that only draws has no metrics
         record = metrics_record(embedder, data, options, result)
         with noted(failed):
             write_line(run, record, is_complete)
@@ -2487,9 +2496,9 @@ def evaluate_and_show(embedder, data, options, run, failed):
 
 @contextlib.contextmanager
 def noted(failed, who="", is_shared=False):
-    """A context that appends `who` and the message of a UserError to a list, so that an error in
-    one task, file or run stops no other. Without a list it raises the error. is_shared: whether
-    other ranks may wait for this one; then it raises the error, too."""
+    """A context that appends `who` and the message of a UserError to a list, so that the next task,
+    file or run goes on. Without a list the context raises the error. is_shared: whether other ranks
+    may wait for this rank. With several ranks the context then raises the error, too."""
     try:
         yield
     except UserError as error:
@@ -2499,7 +2508,7 @@ def noted(failed, who="", is_shared=False):
 
 
 def print_notes(embedder, data):
-    """Print what the metrics depend on: names of classes, captions that the model sees in part."""
+    """Print facts on which the metrics depend: names of classes, and captions that are cut."""
     classes = vars(data).get("classes")  # None before a task needs the names of class folders
     if classes and embedder.tokenizer:
         print(f"Class names: {classes.source}. First of {len(classes.templates)} prompts: "
@@ -2508,7 +2517,8 @@ def print_notes(embedder, data):
 
 
 def print_unseen(counted, context):
-    """Print what a text encoder does not see of captions. counted: see Embedder.count."""
+    """Print how many captions are cut and how many tokens are unknown. counted: the counts of
+    Embedder.count."""
     if counted["cut_captions"]:
         print(f"{counted['cut_captions']:,} of {counted['captions']:,} captions and prompts are "
               f"longer than the context of {context} tokens: the model does not see their ends.")
@@ -2532,9 +2542,9 @@ def metrics_record(embedder, data, options, result):
 
 
 def write_line(run, record, is_complete=True):
-    """Write a record as the last line of RUN/evals.jsonl, in place of an equal line and of the line
-    of the tasks so far, which says "complete": false. The file is replaced as a whole, so that
-    neither a killed process nor a full disk loses a line."""
+    """Write a record as the last line of RUN/evals.jsonl. The record replaces an equal line. It
+    also replaces the line of the tasks so far, which says "complete": false. The whole file is
+    written again and renamed, so that neither a killed process nor a full disk loses a line."""
     path, mark = Path(run, "evals.jsonl"), {"complete": False}
     begun = json.dumps(mark | {"settings": record["settings"]})[:-1].encode()
     new = json.dumps(record if is_complete else mark | record).encode()
@@ -2546,14 +2556,15 @@ def write_line(run, record, is_complete=True):
 
 
 def path_words(text):
-    """The words of a path, a query or a caption, for the name of a file: the words of folders and
-    texts keep their results apart. At most 60 bytes, because a name has at most 255."""
+    """The words of a path, a query or a caption, for the name of a file. So results of different
+    folders and texts get different names. The words have at most 60 bytes, because a file name has
+    at most 255 bytes."""
     return re.sub(r"\W+", "-", str(text)).encode()[-60:].decode(errors="ignore").strip("-")
 
 
 def output_path(run, options, name):
-    """RUN/NAME for the run's own evaluation, RUN/DATA-SPLIT-NAME for any other, so that pictures of
-    other data or another split do not replace each other."""
+    """RUN/NAME for the evaluation that ends the training, RUN/DATA-SPLIT-NAME for any other. So
+    pictures of other data or of another split do not replace each other."""
     if options.is_own:
         return Path(run, name)
     data = path_words(options.data)
@@ -2562,16 +2573,16 @@ def output_path(run, options, name):
 
 
 def step_of(run):
-    """The step of RUN/eval.json, -1 if it cannot be read."""
+    """The step of RUN/eval.json, or -1 if the file cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads(Path(run, "eval.json").read_bytes())["settings"]["step"]
     return -1
 
 
 def save_figures(figures, step):
-    """Write {path: record or picture} and print the paths -> messages of the files that cannot be
-    written. An evaluation that began during the training may end after it: where eval.json is of a
-    later step, it writes step-S-NAME."""
+    """Write {path: record or picture} and print the paths -> a message for each file that cannot be
+    written. If eval.json belongs to a later step, because the training has gone on meanwhile, the
+    files get the names step-S-NAME."""
     failed, written = [], []
     for path, figure in figures.items():
         with noted(failed), common.locked(path.parent):
@@ -2586,13 +2597,13 @@ def save_figures(figures, step):
 
 # Search -----------------------------------------------------------------------------------
 #
-# An index holds the encodings of a data set's images. Captions are its queries, and for STAIR also
-# words with AND, OR, NOT.
+# An index holds the encodings of the images of a data set. A query is a caption. For STAIR a query
+# may also be words with AND, OR, NOT.
 
 
 class CosineIndex:
     """Exact search for any model with a text encoder, with the interface of stair.InvertedIndex.
-    similarity: see Embedder."""
+    similarity: the method of Embedder."""
 
     def __init__(self, similarity):
         self.similarity, self.ids, self.parts = similarity, [], []
@@ -2610,8 +2621,8 @@ class CosineIndex:
 
 
 def named_images(data):
-    """Yield (image, its name). A name is a path, "shard:key" or a number. Equal names get a number:
-    k.png, k.png (2), ..."""
+    """Yield (image, its name). A name is a path, "shard:key" or a number. The second image with the
+    name k.png is called "k.png (2)"."""
     seen, pairs = collections.Counter(), data.captioned or data.labelled
     for i, (image, value) in enumerate(pairs("search")):
         name = next((name for name in (image, value) if isinstance(name, str)), str(i))
@@ -2620,8 +2631,8 @@ def named_images(data):
 
 
 def search(embedder, data, options, run):
-    """Answer --query about the images of `data`, and draw QUERY-search.png. A query is a caption
-    or, for STAIR, words with AND, OR, NOT (STAIR, App. D)."""
+    """Search the images of `data` for the queries of --query, and draw QUERY-search.png. A query is
+    a caption or, for STAIR, words with AND, OR, NOT (STAIR, App. D)."""
     note_useless_flags(options)
     is_stair = bool(embedder.model.encode_words)
     if not (data.captioned or data.labelled):
@@ -2630,10 +2641,10 @@ def search(embedder, data, options, run):
     index = CosineIndex(embedder.similarity)
     if is_stair:
         index = stair.InvertedIndex(embedder.tokenizer.vocab)
-    with common.explained(ValueError, "--query"):  # a wrong query fails before images are encoded
+    with common.explained(ValueError, "--query"):  # check all queries before images are encoded
         for query in options.query:
             if not stair.is_boolean(query):
-                embedder.tokenize([query])  # tells what is cut or unknown
+                embedder.tokenize([query])  # prints which tokens are cut or unknown
             elif is_stair:
                 stair.boolean_query(query, index)
             else:
@@ -2645,7 +2656,8 @@ def search(embedder, data, options, run):
         x, names = embedder.encode_pairs(part)
         index.add(names, word_columns(embedder, x) if is_stair else x)
     found = [answer(embedder, index, query) for query in options.query]
-    # Only names were kept, as all images may not fit in memory: the images found are read again.
+    # Memory may be too small for all images. So only names were kept, and the images that are found
+    # are read again.
     wanted = {name for _, best in found for name, _ in best}
     images = {name: image for image, name in named_images(data) if name in wanted}
     rows = []
@@ -2663,8 +2675,8 @@ def search(embedder, data, options, run):
 
 
 def answer(embedder, index, query):
-    """-> a query and what encodes it, [(name of an image, score), ...]. Words with AND, OR, NOT are
-    not encoded."""
+    """A query -> its heading, [(name of an image, score), ...]. The heading says what has encoded
+    the query. Words with AND, OR, NOT are not encoded."""
     if stair.is_boolean(query):
         where, words = stair.boolean_query(query, index)
         return query, index.search(dict.fromkeys(words, 1.0), 8, where)
@@ -2675,16 +2687,17 @@ def answer(embedder, index, query):
 
 # Weights for other people's code ----------------------------------------------------------
 #
-# The image encoder is written under timm's parameter names, so that other people's programs for
-# detection and segmentation can load it.
+# The file has the parameter names of timm, so that programs of others for detection and
+# segmentation can load the image encoder.
 
 
 def export(run, checkpoint, file):
-    """Write a run's image encoder (the teacher's, if there is one) under timm's names to a new
-    file, and print how timm builds the model.
+    """Write the image encoder of a run to a new file, with the names of timm, and print how timm
+    builds the model. If there is a teacher, the encoder is that of the teacher.
 
-    DINO's evaluation of videos, UPerNet, Mask R-CNN and DeiT's fine-tuning start from such a file
-    (BAM, Tables 3, 6, 7). Raises UserError if the file exists, or if the encoder is no plain ViT.
+    Such a file is the start of DINO's evaluation of videos, of UPerNet, of Mask R-CNN and of DeiT's
+    fine-tuning (BAM, Tables 3, 6, 7). Raises UserError if the file exists, or if the encoder is no
+    plain ViT.
     """
     if not file or os.path.lexists(file) or file.endswith(".safetensors"):
         raise UserError(f"--export {file!r} must be a new file of torch's format: give a name that "
@@ -2704,12 +2717,12 @@ def export(run, checkpoint, file):
 
 # Command line ---------------------------------------------------------------------------
 #
-# The flags are those of an evaluation. The settings of the run itself are in its config.json.
+# The flags are settings of an evaluation. The settings of the run are in its config.json.
 
 
 def list_rows(table):
-    """Lines for each row of TASKS or PICTURES: its name, the first line of its docstring, and its
-    flags."""
+    """Lines for --help. Each row of TASKS or PICTURES gives its name, the first line of the
+    docstring of its function, and its flags."""
     lines = []
     for name, row in table.items():
         about, _, _ = (row.run.__doc__ or "").partition("\n")
@@ -2746,7 +2759,7 @@ def check_flags(runs, given):
 
 
 def describe(options):
-    """What is evaluated, as a phrase for the heading of the table."""
+    """A phrase about the data, for the heading of the table."""
     most = f", {options.limit:,} samples at most" if options.limit else ""
     seen = ", from the training data of the run" if options.on_training_images else ""
     amp = f", encoders in {options.amp}" if options.amp != "off" else ""
@@ -2754,10 +2767,9 @@ def describe(options):
 
 
 def evaluate_run(run, given, device, failed):
-    """Evaluate a run -> metrics. given: {name: value} of the flags that are given, in which `data`
-    is one SPEC. With --image or --query the function draws or searches instead, and returns {}.
-    failed: a list that gets a message for each task that fails and each file that cannot be
-    written."""
+    """Evaluate a run -> metrics. given: {name: value} of the flags that are given; `data` is one
+    SPEC. With --image or --query the function draws or searches instead, and returns {}. failed: a
+    list that gets a message for each task that fails and for each file that cannot be written."""
     embedder, args = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
     if "image" in given:
         page = draw_pair(embedder, given["image"], given["caption"])
@@ -2766,7 +2778,7 @@ def evaluate_run(run, given, device, failed):
         return {}
     options = options_of(given, args)
     embedder.chunk, embedder.workers = options.batch, options.workers
-    embedder.tells = bool(options.query)  # an evaluation tells at its end
+    embedder.tells = bool(options.query)  # an evaluation prints its counts at the end
     embedder.amp = options.amp
     captions = embedder.tokenizer is not None and not options.query  # a search needs none
     data = open_eval_set(options, embedder.image_size, captions)
@@ -2784,7 +2796,7 @@ def main(argv=None):
     runs, given = parse_args(argv)
     check_flags(runs, given)
     device = common.init_distributed()
-    # the ranks share an evaluation; what encodes few images, or writes alone, is rank 0's
+    # The ranks share an evaluation. --export, --image and --query run on rank 0 alone.
     if common.this_rank()[0] == 0 or not given.keys() & {"export", "image", "query"}:
         run_command(runs, given, given.get("device", device))
     common.wait_for_rank_0()  # all ranks end together
@@ -2792,8 +2804,8 @@ def main(argv=None):
 
 @common.rank_0_prints()
 def run_command(runs, given, device):
-    """Evaluate each run on each --data. Raises UserError at the end if a run failed; the other runs
-    are evaluated first, unless there are several ranks."""
+    """Evaluate each run on each --data. If a run fails, the other runs are evaluated, and then
+    UserError is raised. With several ranks UserError is raised at once."""
     if "export" in given:
         return export(runs[0], given.get("checkpoint", Flags.checkpoint), given["export"])
     specs, failed = [{"data": spec} for spec in given.get("data", ())] or [{}], []
