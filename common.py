@@ -1,28 +1,30 @@
-"""What the four methods share: encoders, tokenizers, data, distributed training, weights.
+"""The code that all methods share: encoders, tokenizers, data, distributed training, weights.
 
-No code here depends on a method, and no method file imports this file: train.py and eval.py join
-them. So a method file works in another project without this file. The sections:
+No code here depends on a method, and no method file imports this file. So a method file works in
+another project without this file. train.py and eval.py join the two. The sections:
 
     Encoders            ViT, TextTransformer, ResNet; their presets
     What train.py and eval.py need from a method    members, defaults, how to add a method
     Tokenizer           WordPiece, CLIP's BPE, the training of a vocabulary
     Images and views    decoding, crops, augmentation
     Data files          tables, tar shards, class folders: what --data names
-    Streams and seeds   endless batches that a resumed run continues
+    Streams and seeds   endless batches, which a resumed run continues
     Command line        flags from the fields of a dataclass and their comments
     Schedules           learning rate, weight decay
     Groups, files       parameter groups; files that a killed process leaves intact
-    Distributed         ranks, and what they tell one another
-    Weights of others   reading CLIP's and timm's weights, writing timm's
+    Distributed         ranks, and the values that they exchange
+    Weights of others   reading weights of CLIP and timm, writing weights for timm
+    Boxes               data for detection
     The world of shapes drawn scenes with captions; skip this section if you have data
 
-To add a table of file names, write a reader, a function that yields rows (path, captions) or
-Samples, and add a row to formats(). A format whose files hold the images themselves needs a new
-class, such as TarShards; the head of "Data files" lists the members of such a class. To add a size
-of ViT or of text encoder, add a row to VIT_PRESETS or TEXT_PRESETS. To add an image encoder, write
-a class with the members of ResNet (image_size, grid, width, cls, norm, pixels, left_out), and add
-a row to IMAGE_ENCODERS; --compile needs it in COMPILED. To add a method, read Method and
-ModelDefaults.
+To add a format that lists image files, write a reader: a function that yields rows (path, captions)
+or Samples. Then add a row to formats(). A format whose files contain the images needs a new class,
+such as TarShards. The head of "Data files" lists the members of such a class.
+
+To add a size of ViT or of text encoder, add a row to VIT_PRESETS or TEXT_PRESETS. To add an image
+encoder, write a class with the members of ResNet (image_size, grid, width, cls, norm, pixels,
+left_out), and add a row to IMAGE_ENCODERS. --compile compiles the classes in COMPILED. To add a
+method, read Method and ModelDefaults.
 """
 
 import argparse
@@ -87,13 +89,13 @@ class UserError(Exception):
     """
 
     def __init__(self, message):
-        # A DataLoader raises a worker's error again, with the worker's traceback before the
-        # message. Only the message is kept.
+        # A DataLoader raises the error of a worker again, with the traceback of the worker before
+        # the message. Only the message is kept.
         super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
 class DiskError(UserError):
-    """A disk that fails again and again. The run saves and ends."""
+    """The error of a disk that fails again and again. The run saves and ends."""
 
 
 def flag_of(name):
@@ -110,18 +112,18 @@ def explained(kinds, what, remedy=""):
     try:
         yield
     except kinds as error:
-        # strerror is an OSError's text without the path. `what` names the path already.
+        # strerror is the text of an OSError without the path, which `what` already names.
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         reason = reason or type(error).__name__
-        # torch advises to trust the file
+        # the text of torch goes on with the advice to trust the file
         reason = re.split(" In PyTorch| This file can", reason)[0].rstrip(".")
         raise UserError(f"{what}: {reason}{remedy}".rstrip(".") + ".") from None
 
 
 def prepare_output():
-    """Print each line at once, and characters that the terminal cannot show as backslash escapes:
-    the name of a file must not end a run."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the stream is closed
+    """Print each line at once. Print characters that the terminal cannot show as backslash escapes,
+    because an unusual file name must not end a run."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a closed stream is None
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
 
 
@@ -157,11 +159,11 @@ def cast_settings(settings, defaults, name):
 
 # Encoders -----------------------------------------------------------------------------
 #
-# An encoder of images or of texts returns ALL its tokens after the last LayerNorm, because each
-# method pools them in its own manner: one mean, slots, words, or not at all.
+# An encoder of images or of texts returns ALL its tokens after the last LayerNorm, because methods
+# pool the tokens in different ways: into a mean, slots or words, or not at all.
 #
-# The weights of all blocks are initialised as those of CLIP's text encoder. Parameters have timm's
-# names, so that loading timm's weights translates few names.
+# The weights of all blocks are initialised like the weights of CLIP's text encoder. Parameters have
+# the names of timm, so that few names differ when weights of timm are loaded.
 
 
 class Encoder(nn.Module):
@@ -169,12 +171,12 @@ class Encoder(nn.Module):
     `all_tokens`, which computes the tokens of a batch.
 
     With accum_freq K the rows of a batch are computed in at most K parts, one after the other. The
-    backward pass computes each part again, so that memory for the activations of one part is
-    enough. The loss still sees the whole batch, as a contrastive loss must.
+    backward pass computes each part again. So memory for the activations of one part is enough. The
+    loss still compares the whole batch.
     """
 
     accum_freq = 1
-    left_out = 0  # how many final blocks are missing because the method replaces them
+    left_out = 0  # number of last blocks that are missing because the method replaces them
 
     def forward(self, *inputs):
         if self.accum_freq == 1:
@@ -183,19 +185,19 @@ class Encoder(nn.Module):
         outputs = []
         for part in zip(*[x.split(rows) for x in inputs if x is not None]):
             # Autocast caches a half-precision copy of each weight. If all parts shared the copy,
-            # their gradients would add up in half precision. A copy for each part makes them add
-            # up in the weight's own gradient, in fp32.
+            # their gradients would be summed in half precision. With a copy for each part, the
+            # gradients are summed in the gradient of the weight, in fp32.
             torch.clear_autocast_cache()
 
-            # The backward pass computes each part again, with the random state of the first time,
-            # so that stochastic depth drops the same rows. Without gradients, `checkpoint` only
-            # calls all_tokens.
+            # The backward pass computes each part again. `checkpoint` restores the random state, so
+            # that stochastic depth drops the same rows. Without gradients, `checkpoint` only calls
+            # all_tokens.
             outputs.append(checkpoint(self.all_tokens, *part, use_reentrant=False))
         return torch.cat(outputs)
 
 
-# The (mean, standard deviation) of pixels that pretrained weights expect: OpenAI's and OpenCLIP's
-# models; those of torchvision, DeiT, DINO, BAM and many of timm; timm's augreg, orig_in21k and sam.
+# The (mean, standard deviation) of pixels that pretrained weights expect. clip: OpenAI, OpenCLIP.
+# imagenet: torchvision, DeiT, DINO, BAM, many of timm. half: augreg, orig_in21k and sam of timm.
 PIXELS = {"clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
           "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
           "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))}
@@ -204,10 +206,11 @@ PIXELS = {"clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258,
 class Pixels(nn.Module):
     """Images (B, 3, H, W), uint8 or floats in [0, 1] -> (x - mean) / std for each channel.
 
-    Every image encoder begins with this module, and pixels are normalised nowhere else. Weights
-    encode wrongly with the constants of other weights, so a checkpoint keeps both.
+    Every image encoder begins with this module. Pixels are normalised nowhere else. Weights need
+    the constants with which they were trained, so a checkpoint holds the constants, too.
 
-    name: a key of PIXELS, or "" for CLIP's constants, which loaded weights replace by their own.
+    name: a key of PIXELS, or "". With "" the constants are those of CLIP, until weights are loaded
+    that come with other constants.
     """
 
     def __init__(self, name):
@@ -224,7 +227,7 @@ class Pixels(nn.Module):
 
 
 class QuickGELU(nn.Module):
-    """x * sigmoid(1.702 x): the approximation of GELU that OpenAI's CLIP was trained with."""
+    """x * sigmoid(1.702 x): an approximation of GELU. OpenAI trained CLIP with this function."""
 
     def forward(self, x):
         return x * torch.sigmoid(1.702 * x)
@@ -240,7 +243,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x, mask=None, causal=False):
-        """mask: (B, 1, 1, N), True where a key may be attended to; None for all keys."""
+        """mask: (B, 1, 1, N), True for keys that queries may attend to; None for all keys."""
         q, k, v = self.split_heads(x)
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         return self.proj(x.transpose(1, 2).flatten(2))       # (B, N, d)
@@ -256,7 +259,7 @@ class Block(nn.Module):
 
     drop_path: the probability of stochastic depth (arXiv 1603.09382). With this probability, a
     training step skips the attention for an image. The MLP is skipped with the same probability,
-    drawn independently.
+    independently of the attention.
     """
 
     def __init__(self, width, heads, act, eps, drop_path):
@@ -276,11 +279,12 @@ class Block(nn.Module):
 
 
 class Blocks(nn.ModuleList):
-    """`depth` blocks in sequence. Weights are normal, as in CLIP's text encoder; biases are zero.
+    """`depth` blocks in sequence. Initial weights are normal, as in CLIP's text encoder, and
+    initial biases are zero.
 
-    Stochastic depth grows linearly from 0 in the first block to `drop_path` in the last. A single
-    block has none. With grad_checkpoint the backward pass computes each block again, which saves
-    memory.
+    The probability of stochastic depth grows linearly from 0 in the first block to `drop_path` in
+    the last block. A single block has the probability 0. With grad_checkpoint the backward pass
+    computes each block again, which saves memory.
     """
 
     grad_checkpoint = False
@@ -290,8 +294,8 @@ class Blocks(nn.ModuleList):
         rates = np.linspace(0, drop_path, depth).tolist()
         super().__init__(Block(width, heads, act, eps, rate) for rate in rates)
         for block in self:
-            # 2 * depth layers (proj and fc2) add their outputs to the residual stream. Their
-            # smaller weights keep the variance of that sum independent of the depth.
+            # 2 * depth layers (proj and fc2) add their outputs to the residual stream. The weights
+            # of these layers are smaller, so that the variance does not grow with the depth.
             nn.init.normal_(block.attn.qkv.weight, std=width**-0.5)
             nn.init.normal_(block.attn.proj.weight, std=(2 * width * depth) ** -0.5)
             nn.init.normal_(block.mlp.fc1.weight, std=(2 * width) ** -0.5)
@@ -308,14 +312,15 @@ class Blocks(nn.ModuleList):
             else:
                 x = block(x, mask, causal)
             outputs = [*outputs, x][-n:]
-        return outputs or [x]  # with depth 0 the input is the output
+        return outputs or [x]  # without blocks the input is the output
 
 
 class BatchNorm(nn.BatchNorm2d):
     """BatchNorm2d with the statistics of the GLOBAL batch, computed at least in fp32.
 
-    N ranks then give the gradients of one process. On GPUs torch's SyncBatchNorm does this, which
-    reads and writes a quarter of the bytes. It knows no CPU, and torch.compile cannot trace it.
+    So N ranks give the gradients of one process. On GPUs torch's SyncBatchNorm is used, because it
+    reads and writes a quarter of the bytes. SyncBatchNorm does not run on CPUs, and torch.compile
+    cannot trace it.
     """
 
     def forward(self, x):
@@ -328,7 +333,7 @@ class BatchNorm(nn.BatchNorm2d):
                                        dist.group.WORLD, dist.get_world_size())
 
         def statistics(x):
-            precise = x.to(torch.promote_types(x.dtype, torch.float32))  # float64 stays
+            precise = x.to(torch.promote_types(x.dtype, torch.float32))  # float64 stays float64
             return torch.var_mean(precise, (0, 2, 3), correction=0)      # (C,), (C,)
 
         # The backward pass computes the statistics again. Otherwise autograd would keep a second
@@ -356,16 +361,15 @@ class ViT(Encoder):
     N is H/p * W/p for patch_size p, plus 1 with `cls`. H and W must be multiples of p.
 
     cls: put a [CLS] token before the patches.
-    positions: "learned", or "sincos", which are fixed. Images of another size than `image_size`
+    positions: "learned", or "sincos" for fixed positions. Images of another size than `image_size`
         get interpolated positions.
-    pre_norm: a LayerNorm before the first block (CLIP's `ln_pre`).
+    pre_norm: whether there is a LayerNorm before the first block (`ln_pre` of CLIP).
     stem: ((channels, stride), ...) of 3x3 convolutions that replace the patch convolution. The
-        product of their strides must be patch_size. Small ViTs learn much faster with such a stem
+        product of the strides must be patch_size. Small ViTs learn much faster with such a stem
         (Xiao et al. 2021, arXiv 2106.14881).
-    drop_path: stochastic depth of the last block; the blocks before have less, linearly from 0.
+    drop_path: see Blocks. pixels: see Pixels.
     quick_gelu, eps, patch_bias: architectures differ in these settings. Pretrained weights need the
-        settings of their own architecture.
-    pixels: see Pixels.
+        settings of their architecture.
 
     Raises UserError if image_size is not a multiple of patch_size, or if `positions`, `stem` or
     `pixels` is invalid.
@@ -395,7 +399,7 @@ class ViT(Encoder):
             self.pos = nn.Parameter(torch.randn(1, cls + self.grid**2, width) * 0.02)
         else:
             pos = sincos_positions(self.grid, self.grid, width)
-            # With [CLS], a row of zeros comes first: [CLS] has no position in the image.
+            # [CLS] has no position in the image, so its position is a row of zeros.
             self.register_buffer("pos", F.pad(pos, (0, 0, int(cls), 0))[None])
         self.norm_pre = nn.LayerNorm(width, eps=eps) if pre_norm else nn.Identity()
         self.blocks = Blocks(depth, width, heads, quick_gelu, eps, drop_path)
@@ -405,11 +409,11 @@ class ViT(Encoder):
         return self.layers(images, 1)[0]
 
     def layers(self, images, n):
-        """Images -> the outputs (B, N, width) of the last n blocks, in order, each normalised."""
+        """Images -> the outputs (B, N, width) of the last n blocks, each after the LayerNorm."""
         return [self.norm(x) for x in self.blocks(self.embed(images), n=n)]
 
     def embed(self, images):
-        """(B, 3, H, W) -> the input of the first block, (B, N, width), with [CLS] first if any."""
+        """(B, 3, H, W) -> the input of the first block, (B, N, width). [CLS] comes first."""
         x = self.patch_embed(self.pixels(images))            # (B, d, h, w)
         pos = resize_positions(self.pos, self.cls is not None, *x.shape[2:])
         x = x.flatten(2).transpose(1, 2)                     # (B, h*w, d)
@@ -421,8 +425,8 @@ class ViT(Encoder):
         """Images -> the attention weights from [CLS] to each patch in the last block.
 
         The result is (B, heads, h, w). The weights of a head sum to less than 1, because [CLS]
-        also attends to itself. The fused attention of `Attention.forward` returns no weights, so
-        this function computes the weights of the last block itself.
+        also attends to itself. The weights are computed here, because the fused attention of
+        `Attention.forward` returns no weights.
         """
         *before, last = self.blocks
         x = self.embed(images)
@@ -447,10 +451,10 @@ def conv_stem(stem, width):
 
 
 def sincos_positions(height, width, d):
-    """Fixed positions (height * width, d), as the sinusoids of "Attention Is All You Need" in 2-D.
+    """Fixed positions (height * width, d): the sinusoids of "Attention Is All You Need" in 2-D.
 
-    The four quarters of the d numbers are: sin of the column, cos of the column, sin of the row,
-    cos of the row; each at d / 4 frequencies.
+    The d numbers have four quarters: sin of the column, cos of the column, sin of the row, cos of
+    the row. Each quarter has d / 4 frequencies.
     """
     omega = 10000.0 ** (-torch.arange(d // 4) / (d // 4))
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
@@ -461,8 +465,8 @@ def sincos_positions(height, width, d):
 def resize_positions(pos, has_cls, height, width):
     """Interpolate the positions of a square grid to a grid of height x width, bicubically.
 
-    (1, [1 +] g*g, d) -> (1, [1 +] height*width, d). The row of [CLS] stays as it is. Positions that
-    are no square grid are returned as they are.
+    (1, [1 +] g*g, d) -> (1, [1 +] height*width, d). The row of [CLS] does not change. Positions
+    that do not form a square grid do not change either.
     """
     cls, grid = pos[:, : int(has_cls)], pos[:, int(has_cls):]
     side = math.isqrt(grid.shape[1])
@@ -477,9 +481,9 @@ def resize_positions(pos, has_cls, height, width):
 class TextTransformer(Encoder):
     """Text transformer that returns ALL tokens: ids (B, L), mask (B, L) -> (B, L, width).
 
-    `mask` is True on real tokens. A bidirectional encoder hides the padding from the attention. A
-    causal encoder needs no mask: padding comes last, so no real token attends to padding. Ignore
-    the outputs at padding.
+    `mask` is True on real tokens. In a bidirectional encoder, no token attends to padding. A causal
+    encoder needs no mask, because padding comes last, and no real token attends to later tokens.
+    The outputs at padding have no meaning.
     """
 
     def __init__(self, vocab_size=30522, context=77, width=512, depth=12, heads=8, causal=False,
@@ -487,7 +491,7 @@ class TextTransformer(Encoder):
         super().__init__()
         self.vocab_size, self.context, self.width = vocab_size, context, width
         self.causal = causal
-        self.special = ()  # ids of tokens that are no words, such as [SEP]; see build_encoders
+        self.special = ()  # ids of tokens that are no words, such as [SEP], by build_encoders
         self.embedding = nn.Embedding(vocab_size, width)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.pos = nn.Parameter(torch.randn(1, context, width) * 0.01)
@@ -504,19 +508,19 @@ class ResNet(resnet.ResNet):
     """torchvision's ResNet without its head: images (B, 3, H, W) -> tokens (B, h * w, width).
 
     h = H / 32 and w = W / 32. Each position of the last feature map becomes a token, so that a
-    method can use a ResNet as it uses a ViT. blocks: the numbers of blocks of the four stages.
-    pixels: see Pixels.
+    method can use a ResNet like a ViT. blocks: the numbers of blocks of the four stages. pixels:
+    see Pixels.
     """
 
-    left_out = 0  # a method replaces blocks of a transformer alone
+    left_out = 0  # methods replace blocks of transformers only
 
     def __init__(self, image_size=224, blocks=(3, 4, 6, 3), pixels=""):
         super().__init__(resnet.Bottleneck, list(blocks), norm_layer=BatchNorm)
         self.image_size, self.grid, self.cls = image_size, math.ceil(image_size / 32), None
-        self.width, self.norm = self.fc.in_features, nn.Identity()  # CLIP+GAP moves `norm`
+        self.width, self.norm = self.fc.in_features, nn.Identity()  # sparo.py moves `norm`
         self.pixels = Pixels(pixels)
         del self.avgpool, self.fc
-        # convolutions are faster with channels last, of weights and images
+        # convolutions are faster if weights and images have the layout "channels last"
         self.to(memory_format=torch.channels_last)
 
     def forward(self, images):
@@ -528,17 +532,17 @@ class ResNet(resnet.ResNet):
 
 
 CLIP_TOKENS = 49_408  # the size of CLIP's vocabulary
-# The receptive field of this stem is 31 pixels. Its first two layers alone, which tiny/4 uses, have
-# a receptive field of 7 pixels.
+# The receptive field of this stem is 31 pixels. The preset tiny/4 uses its first two layers, which
+# have a receptive field of 7 pixels.
 WORLD_STEM = ((32, 2), (64, 2), (128, 2), (128, 1))
 CLIP_VIT = dict(cls=True, pre_norm=True, patch_bias=False, eps=1e-5, pixels="clip")
 CLIP_TEXT = dict(vocab_size=CLIP_TOKENS, context=77, depth=12, causal=True)
-# The presets clip-... are CLIP's encoders (2103.00020, Table 20) with OpenCLIP's details, for
-# --init-weights. OpenAI's own weights need quick_gelu=1 too, and so does every model whose name in
-# OpenCLIP ends in -quickgelu.
+# The presets clip-b32, clip-b16 and clip-l14 are the encoders of CLIP (2103.00020, Table 20), as
+# OpenCLIP builds them, for --init-weights. Weights of OpenAI also need quick_gelu=1, like the
+# models whose name in OpenCLIP ends in -quickgelu.
 VIT_PRESETS = {
     "tiny": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3, stem=WORLD_STEM),
-    # For --accum-freq, which allows no stem: a stem's BatchNorm needs the whole batch at once.
+    # A ViT without a stem, for --accum-freq. BatchNorm of a stem needs the whole batch at once.
     "tiny-patch": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3),
     "tiny/4": dict(image_size=48, patch_size=4, width=96, depth=2, heads=3, stem=WORLD_STEM[:2]),
     "ViT-S/16": dict(patch_size=16, width=384, depth=12, heads=6),  # DeiT (2012.12877), Table 1
@@ -566,14 +570,14 @@ COMPILED = Block, ResNet  # the modules that --compile compiles
 def encoder_settings(spec, encoders):
     """("ViT-B/16:drop_path=0.1", IMAGE_ENCODERS) -> (ViT, {argument of the constructor: value}).
 
-    The spec's settings override the preset, and the preset overrides the constructor's defaults.
-    Raises UserError for an unknown preset or setting.
+    The settings of the spec override the preset. The preset overrides the defaults of the
+    constructor. Raises UserError for an unknown preset or setting.
     """
     name, settings = parse_spec(spec)
     for kind, presets in encoders.items():
         if name in presets:
             defaults = {k: p.default for k, p in inspect.signature(kind).parameters.items()}
-            # a spec can set numbers and words, not tuples
+            # a spec can set numbers and words, but no tuples
             scalars = {k: x for k, x in defaults.items() if k not in ("stem", "blocks")}
             settings = cast_settings(settings, scalars, kind.__name__)
             return kind, defaults | presets[name] | settings
@@ -583,54 +587,57 @@ def encoder_settings(spec, encoders):
 
 # What train.py and eval.py need from a method -----------------------------------------
 #
-# Method lists the functions that a method's module may define. ModelDefaults lists the members that
-# its Model may define. Each line holds the default for a method that leaves the function or the
-# member out. train.py and eval.py use nothing else of a method, except Settings, PRESETS and Model.
-# So a new method is a new file and a few rows, which Method names.
+# Method lists the functions that the module of a method may define. ModelDefaults lists the members
+# that its Model may define. Each line has the default for a method that does not define the
+# function or the member. train.py and eval.py use nothing else of a method, except Settings,
+# PRESETS and Model. So a new method is a new file and a few rows. The docstring of Method names
+# these rows.
 
 
 class Method:
-    """A method's module: Config, PRESETS, Model, and what is below.
+    """The module of a method: Config, PRESETS, Model, and the functions below.
 
-    Config holds what Model reads. Settings, a subclass of Config, adds the other flags.
-    `method.views(args)` calls the module's `views`, or the default below if the module has none.
-    `args` are the settings of a run: one object with the fields of train.py's Config and of the
-    method's Settings. To add a method:
+    Config has the settings that Model reads. Settings, a subclass of Config, adds the other flags.
+    `method.views(args)` calls the function `views` of the module, or the default below if the
+    module has no such function. `args` holds the settings of a run: one object with the fields of
+    Config of train.py and of Settings of the method. To add a method:
 
-    1. Write NAME.py, which imports nothing but torch. ModelDefaults, below, says what its Model
-       must define, and what it may define. Each field of its Settings has a comment, which
-       becomes the help of its flag. One of its PRESETS is called tiny. Run alone, the file prints a
-       demonstration.
-    2. Import the file in eval.py and add it to METHODS there.
-    3. Add a row to SMALL and to MODELS in tests/helpers.py: tests/test_contract.py checks the rest.
-    4. If a setting has bounds, name them in its comment, as > 0 or <= 1: train.py checks them.
+    1. Write NAME.py, which imports nothing but torch. ModelDefaults, below, lists the members that
+       its Model must define, and the members that it may define. Each field of Settings has a
+       comment, which becomes the help of its flag. One of the PRESETS is called tiny.
+       `python NAME.py` prints a demonstration.
+    2. Import the file in eval.py and add the module to METHODS there.
+    3. Add a row to SMALL and to MODELS in tests/helpers.py. tests/test_contract.py then checks the
+       method.
+    4. If a setting has bounds, write them into its comment, as > 0 or <= 1. train.py checks them.
     """
 
     model_class = lambda self, args: self.Model  # the class of the model
     check = lambda self, args: None      # raises ValueError for settings that exclude each other
     uses_text = lambda self, args: True  # whether the model has a text encoder
-    content = lambda self, args: "caption" if self.uses_text(args) else None  # see open_data
+    content = lambda self, args: "caption" if self.uses_text(args) else None  # open_data says more
     needs_cls = lambda self, args: ""    # the flag that needs a [CLS] token; "" if none does
-    blocks_left_out = lambda self, args: 0  # how many last blocks of an encoder the method replaces
-    vit_settings = lambda self, args: {}  # arguments of ViT that override --image-encoder's
+    blocks_left_out = lambda self, args: 0  # number of last blocks that the method replaces
+    vit_settings = lambda self, args: {}  # arguments of ViT that override --image-encoder
     views = lambda self, args: None      # arguments of View, a dict for each random view
     augment = lambda self, args: None    # arguments of Augment, for labelled images
     stages = lambda self, args: [(1, args.steps, args.lr)]  # (number, steps, peak lr)
-    box_refreshes = lambda self, args: ()  # steps before which train.py calls Model.boxes again
+    box_refreshes = lambda self, args: ()  # steps before which train.py calls Model.boxes
 
     def __init__(self, module):
-        self.Settings = module.Config  # a module without Settings has no flags but its Config's
-        vars(self).update(vars(module))  # an instance's attribute hides the default of the class
+        self.Settings = module.Config  # for a module that has no Settings
+        vars(self).update(vars(module))  # functions of the module hide the defaults of the class
 
 
 class ModelDefaults:
-    """Defaults for what a Model may leave out. None means that the model lacks the ability.
+    """Defaults for the members that a Model need not define. None means that the model cannot
+    compute the value.
 
-    build_model makes a class that inherits from the method's Model first and from this class
-    second, so that Python finds here what the Model lacks. A Model must define
+    build_model makes a class that inherits from the Model of the method first and from this class
+    second. So Python finds here the members that the Model does not define. A Model must define
 
         __init__(config, image_encoder, text_encoder, image_width, text_width)
-        image_encoder, and text_encoder if it learns from captions: the encoders that it was given
+        image_encoder, and text_encoder if it learns from captions: the encoders from __init__
         forward(batch, gather) -> {"loss": scalar, other scalars to log}
         encode_image(images) -> (B, E), normalised
 
@@ -648,60 +655,61 @@ class ModelDefaults:
     align_words = None        # (images, tokens, mask) -> (B, L, P), weights of patches
     image_slots = None        # (images) -> (B, L, V)
     text_slots = None         # (tokens, mask) -> (B, L, V)
-    attend = None             # (images, tokens, mask) -> attention over both, slots of both
-    encode_words = None       # (tokens, mask) -> (B, |V|), from a caption's words alone
+    attend = None             # (images, tokens, mask) -> attention over image and text, slots
+    encode_words = None       # (tokens, mask) -> (B, |V|), without the text encoder
     image_encoding = None     # (images) -> (B, |V|), weights of words, not normalised
     word_maps = None          # (images, ids) -> (B, N, n), scores of n words at image tokens
     head_maps = None          # (images) -> (B, heads, h, w), what [CLS] attends to
-    class_scores = None       # (images) -> (B, C), a classifier's scores
+    class_scores = None       # (images) -> (B, C), scores of a classifier
     detect = None             # (images, queries (Q, E)) -> logits (B, P, Q), boxes (B, P, 4)
     boxes = None              # (images) -> (B, 4), boxes of crops, as fractions of the sides
 
-    # {CLIP's name: our parameter} for CLIP's "visual.proj", "text_projection" and "logit_scale", as
-    # far as the model has them. Projections are (E, d).
+    # {name in CLIP: our parameter} for "visual.proj", "text_projection" and "logit_scale", if the
+    # model has them. Projections are (E, d).
     clip_parameters = lambda self: {}
 
-    # the image encoder that encode_image uses: the teacher's, if the model has a teacher
+    # the image encoder of encode_image, which is that of the teacher if there is a teacher
     evaluation_encoder = lambda self: self.image_encoder
 
     # the input of a linear probe
     probe_features = lambda self, images: self.encode_image(images)
 
-    # the loss if all similarities are equal: log B for a contrastive loss over a global batch of B.
-    # A training whose loss stays there has learned nothing (--dry-run prints this number).
+    # the loss if all similarities are equal, which --dry-run prints. For a contrastive loss over a
+    # global batch of B the loss is log B. A run whose loss stays there has learned nothing.
     chance_loss = lambda self, batch_size, mask, patches: math.log(batch_size)
 
     # called when a stage begins (fresh=True) and when a resumed run continues a stage (fresh=False)
     begin_stage = lambda self, number, fresh: None
 
-    # called before and after each update; `step` counts within the stage
+    # called before and after each update; `step` is counted from the start of the stage
     before_update = lambda self, step: None
     after_update = lambda self, step, steps: None
 
-    # called on each rank, in evaluation mode, when a step is logged; returns more scalars to log
+    # called on each rank, in evaluation mode, at logged steps; returns more scalars to log
     diagnose = lambda self, batch: {}
 
-    # a logged record -> a warning to print, or None
+    # a record of log.jsonl -> a warning to print, or None
     warn = lambda self, record: None
 
 
 def asked_words(spec):
-    """The vocab_size that the spec of --text-encoder or its preset sets; 0 if neither does."""
+    """The vocab_size of the spec of --text-encoder, or of its preset, or 0 if neither has one."""
     name, settings = parse_spec(spec)
     return int((TEXT_PRESETS[name] | settings).get("vocab_size", 0))
 
 
 def build_encoders(method, args, tokenizer):
-    """A run's settings -> new (image encoder, text encoder); the second is None without text.
+    """The settings of a run -> new (image encoder, text encoder). The text encoder is None if the
+    method has none.
 
-    tokenizer: its length is the size of the text encoder's vocabulary, unless --text-encoder names
-    a larger one. Raises UserError where the method needs a [CLS] token that the encoder lacks.
+    tokenizer: its length is the size of the vocabulary of the text encoder, unless --text-encoder
+    names a larger size. Raises UserError if the method needs [CLS] and the encoder has no [CLS].
     """
     kind, image = encoder_settings(args.image_encoder, IMAGE_ENCODERS)
     image["image_size"] = args.image_size or image["image_size"]
     left_out = 0
-    # A ResNet has no transformer block to replace. The text encoder of a model with a ResNet keeps
-    # all its blocks too.
+    # A ResNet has no transformer block to replace. The text encoder beside a ResNet also keeps all
+    # its blocks.
     if kind is ViT:
         image |= method.vit_settings(args)
         left_out = method.blocks_left_out(args)
@@ -718,16 +726,18 @@ def build_encoders(method, args, tokenizer):
     text["depth"] -= left_out
     text_encoder = TextTransformer(**text)
     text_encoder.left_out = left_out
-    # If the text encoder's vocabulary is larger than the tokenizer's, no token has the last ids.
+    # If the vocabulary of the text encoder is larger than that of the tokenizer, the last ids have
+    # no token.
     unused = range(len(tokenizer), text["vocab_size"])
     text_encoder.special = [*getattr(tokenizer, "special", ()), *unused]
     return image_encoder, text_encoder
 
 
 def build_model(method, args, image_encoder, text_encoder):
-    """The method's Model with these encoders and with ModelDefaults' members.
+    """The Model of the method with these encoders, and with the members of ModelDefaults.
 
-    A ValueError of the Model's constructor (settings that exclude each other) becomes a UserError.
+    If settings exclude each other, the constructor of the Model raises ValueError, which becomes a
+    UserError.
     """
     text_width = text_encoder.width if text_encoder else None
     complete_class = type("Model", (method.model_class(args), ModelDefaults), {})
@@ -736,12 +746,11 @@ def build_model(method, args, image_encoder, text_encoder):
 
 
 def copy_encoder(encoder, source, run):
-    """Load the weights of a run's image encoder `source` into `encoder`. Raises UserError if they
-    do not fit.
+    """Load the weights of `source`, an encoder of a run, into `encoder`. Raises UserError if the
+    weights do not fit.
 
-    Positions are interpolated to the image size of `encoder`. If the source has no final LayerNorm
-    (CLIP+GAP moves the LayerNorm to the read-out), the LayerNorm of `encoder` keeps its initial
-    weights.
+    Positions are interpolated to the image size of `encoder`. If `source` has no final LayerNorm,
+    because CLIP+GAP has moved it to the read-out, the LayerNorm of `encoder` keeps its weights.
     """
     norm = {key: x for key, x in encoder.state_dict().items() if key.startswith("norm.")}
     with explained(UserError, run):
@@ -750,13 +759,14 @@ def copy_encoder(encoder, source, run):
 
 # Tokenizer ----------------------------------------------------------------------------
 #
-# WordPiece is BERT's tokenizer. STAIR needs it, because its tokens are words that people can read.
-# BPE is CLIP's tokenizer, for CLIP's weights. Both return the ids of the originals, because an
-# embedding that was trained with other ids is useless. BPE names its two exceptions.
+# WordPiece is the tokenizer of BERT. STAIR needs WordPiece, because its tokens are words that
+# people can read. BPE is the tokenizer of CLIP, for weights of CLIP. Both return the ids of the
+# original tokenizers, because an embedding is valid only with the ids of its training. The
+# docstring of BPE names two exceptions.
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 MAX_WORD = 100  # characters; a longer word becomes [UNK], as in BERT
-# the code points of Chinese characters, as Hugging Face's BERT has them
+# the code points of Chinese characters, as in Hugging Face's BERT
 CJK = [(0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B81F),
        (0x2B920, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F)]
 
@@ -765,11 +775,10 @@ def clean_text(text, keeps_marks=False):
     """BERT's uncased normalisation.
 
     Letters become lower case and lose their accents. Control characters are removed. Spaces are put
-    around each Chinese character, which makes it a word.
+    around each Chinese character, so that the character is a word.
 
     keeps_marks: keep accents and other marks. Vowels of Hindi and Thai are such marks, and words of
-    many languages differ by a mark alone. (The marks that choose between a black and a coloured
-    sign are dropped.)
+    many languages differ only in a mark. The variation selectors of emoji are always dropped.
     """
     if text.isascii() and text.isprintable():  # most captions need only this fast line
         return text.lower()
@@ -781,7 +790,7 @@ def clean_text(text, keeps_marks=False):
         elif any(first <= ord(char) <= last for first, last in CJK):
             out.append(f" {char} ")
         elif char != "\ufffd" and category not in ("Cc", "Cf", "Co", "Cs"):
-            out.append(char)  # an unassigned code point (Cn) stays too, and becomes [UNK]
+            out.append(char)  # an unassigned code point (Cn) also stays, and becomes [UNK]
     # NFD splits a letter with an accent into the letter and a mark (Mn)
     text = unicodedata.normalize("NFD", "".join(out))
     return "".join(char.lower() for char in text if unicodedata.category(char) != "Mn"
@@ -794,7 +803,7 @@ def is_punctuation(char):
 
 
 def split_words(text, keeps_marks=False):
-    """A text -> its words, cleaned. Every punctuation character is a word of its own."""
+    """A text -> its words, cleaned. Every punctuation character is a word."""
     words = []
     for chunk in clean_text(text, keeps_marks).split():
         for punctuation, group in itertools.groupby(chunk, is_punctuation):
@@ -803,14 +812,14 @@ def split_words(text, keeps_marks=False):
 
 
 class Tokenizer:
-    """What both tokenizers share. A subclass defines
+    """The methods that both tokenizers share. A subclass defines
 
     split(text)           -> words
     pieces(word)          -> ids of the tokens of a word
     vocab, ids            list of tokens, {token: id}
     pad, unk, cls, sep    ids
-    special               all ids that are no words
-    lines                 the lines of its file, for `save` and `hash`
+    special               ids of all tokens that are no words
+    lines                 the lines of the vocabulary file, for `save` and `hash`
     """
 
     def __len__(self):
@@ -819,7 +828,7 @@ class Tokenizer:
     def encode(self, text, max_length=None):
         """Text -> list of ids, [CLS] ... [SEP], truncated to `max_length` ids (2 or more).
 
-        A truncated text keeps its [SEP], because causal encoders are pooled at that token.
+        A truncated text keeps its [SEP], because a causal encoder has its encoding at [SEP].
         """
         ids = [piece for word in self.split(text) for piece in self.pieces(word)]
         if max_length is not None:
@@ -830,7 +839,7 @@ class Tokenizer:
         """B texts -> ids (B, L) and mask (B, L), which is True on tokens and False on padding.
 
         L is the length of the longest of THESE texts, at most max_length. Captions are much shorter
-        than the context, and a text encoder's time grows with L.
+        than the context. So a smaller L saves time in the text encoder.
         """
         rows = [torch.tensor(self.encode(text, max_length)) for text in texts]
         tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad)
@@ -838,8 +847,8 @@ class Tokenizer:
         return tokens, torch.arange(tokens.shape[1]) < lengths[:, None]
 
     def hash(self):
-        """A number that identifies the vocabulary. A checkpoint keeps it: a resumed run with other
-        words would train wrong embeddings."""
+        """A number that identifies the vocabulary. A checkpoint holds this number, because a run
+        that is resumed with another vocabulary would train wrong embeddings."""
         return zlib.crc32("\n".join(self.lines).encode())
 
     def save(self, path):
@@ -848,8 +857,8 @@ class Tokenizer:
 
 
 def open_tokenizer(path):
-    """A BERT vocab.txt -> WordPiece. CLIP's bpe_simple_vocab_16e6.txt, .gz or not -> BPE. Raises
-    UserError for another file."""
+    """Open vocab.txt of BERT as WordPiece, or bpe_simple_vocab_16e6.txt of CLIP as BPE, also as a
+    .gz file. Raises UserError for another file."""
     remedy = f". Give BERT's vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz. {SAME_FILE}"
     kinds = OSError, EOFError, zlib.error, ValueError, KeyError
     with explained(kinds, f"{path} is no vocabulary that can be used", remedy):
@@ -865,13 +874,14 @@ def read_vocabulary(path):
 
 
 class WordPiece(Tokenizer):
-    """BERT's uncased tokenizer. It splits a word into tokens of the vocabulary.
+    """BERT's uncased tokenizer, which splits a word into tokens of the vocabulary.
 
-    It drops accents and other marks, unless a token of the vocabulary has one, as in a vocabulary
-    of train_wordpiece. BERT's own vocabularies, which have a [MASK], always drop marks.
+    Accents and other marks are dropped, unless a token of the vocabulary has a mark, as in a
+    vocabulary of train_wordpiece. With a vocabulary that has [MASK], as those of BERT, marks are
+    always dropped.
 
-    The first token is the longest one with which the word begins. Each further token is the longest
-    one that continues the word. Tokens that continue a word begin with ##:
+    The first token is the longest token at the start of the word. Each later token is the longest
+    token that continues the word. Tokens that continue a word begin with ##:
 
         "sunflowers" becomes sun, ##flower, ##s if these are the longest tokens that match
 
@@ -879,7 +889,7 @@ class WordPiece(Tokenizer):
     no special token.
 
     vocab: the path of a `vocab.txt`, one token per line, or a list of tokens. Raises ValueError if
-    it lacks a special token.
+    a special token is missing.
     """
 
     def __init__(self, vocab):
@@ -917,27 +927,27 @@ class WordPiece(Tokenizer):
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 # {byte: the character that represents the byte in CLIP's file}, in the order of the ids 0 to 255.
-# The file is text. So the characters from 256 on represent the bytes that have no printable
-# character (a space, a part of an accented letter).
+# The file is a text. So characters from 256 on represent the bytes without a printable character,
+# such as a space or a part of an accented letter.
 BYTE_SIGNS = dict(zip(PRINTABLE + OTHERS, map(chr, [*PRINTABLE, *range(256, 324)])))
 
 
 class BPE(Tokenizer):
-    """CLIP's byte-pair encoding. A word starts as its bytes, and neighbours are merged in the order
-    of the file's lines.
+    """CLIP's byte-pair encoding. A word starts as its bytes. Then neighbours are merged, in the
+    order of the lines of the file.
 
-    lines: a comment, then one merge per line. A byte is represented by a character ("sign"), and
-    </w> marks the end of a word. The word "cat" starts as c, a, t</w>:
+    lines: a comment, then one merge per line. A character, the "sign", represents a byte. </w>
+    marks the end of a word. The word "cat" starts as c, a, t</w>:
 
         a t</w>      "cat" becomes c, at</w>      a new piece, with the next free id
         c at</w>     "cat" becomes cat</w>
 
-    The ids are OpenCLIP's with two exceptions. OpenCLIP repairs more damage in a text than `split`
-    does, because OpenCLIP uses `ftfy`. OpenCLIP also recognises special tokens in a text, which are
-    plain text here.
+    The ids are those of OpenCLIP with two exceptions. OpenCLIP uses `ftfy`, which repairs more
+    damage in a text than `split`. OpenCLIP recognises special tokens in a text, which are plain
+    text here.
 
-    `vocab` appends "##" to a piece that does not end its word ("c##"). No word is unknown, because
-    every byte is a piece.
+    In `vocab`, "##" is appended to a piece that does not end its word ("c##"). No word is unknown,
+    because every byte is a piece.
     """
 
     def __init__(self, lines):
@@ -962,7 +972,7 @@ class BPE(Tokenizer):
         if not any("</w>" in line for line in self.lines):
             raise ValueError("it has no </w>, which ends a word")
 
-        # what pictures and tables show: the text of each id
+        # the text of each id, for pictures and tables
         self.vocab = [piece.decode(errors="backslashreplace") for piece in spelled]
         for piece, i in ids.items():
             self.vocab[i] += "" if piece.endswith("</w>") else "##"
@@ -977,14 +987,14 @@ class BPE(Tokenizer):
 
         The endings 's, 't, 're, 've, 'm, 'll and 'd are words of their own, as in CLIP.
         """
-        # web captions have HTML's escapes, at times twice (&amp;quot;), and curly quotes
+        # captions of web pages have HTML escapes, some of them twice (&amp;quot;), and curly quotes
         text = html.unescape(html.unescape(text)).replace("\ufeff", "")
         text = " ".join(unicodedata.normalize("NFC", text).split()).lower()
         text = re.sub("[\u201c-\u201f]", '"', re.sub("[\u02bc\u2018-\u201b]", "'", text))
 
-        # Python's `re` has no \p{L} and \p{N}. So the words are found in an ASCII copy of the text:
-        # outside ASCII, "a" replaces letters, "0" replaces numbers, and "-" replaces all other
-        # characters. Then the words are cut from the text itself.
+        # Python's `re` has no \p{L} and \p{N}. So the words are found in an ASCII copy of the text.
+        # The copy has "a" for letters, "0" for numbers and "-" for all other characters outside
+        # ASCII. Then the words are cut from the text.
         kinds = {"L": "a", "N": "0"}
         signs = [c if c.isascii() else kinds.get(unicodedata.category(c)[0], "-") for c in text]
         words = re.finditer("'(?:s|t|re|ve|m|ll|d)|[a-z]+|[0-9]|[^ a-z0-9]+", "".join(signs))
@@ -994,24 +1004,25 @@ class BPE(Tokenizer):
     def pieces(self, word):
         """A word -> tuple of the ids of its pieces.
 
-        Each step merges the pair of neighbours whose line comes first in the file. The steps end
-        when no pair of neighbours has a line.
+        Each step merges the pair of neighbours whose line comes first in the file, until no pair of
+        neighbours has a line.
         """
         *ids, last = [self.byte_ids[byte] for byte in word.encode("utf-8", "replace")]
         ids.append(last + 256)                               # the same byte with </w>
         while pairs := [pair for pair in itertools.pairwise(ids) if pair in self.merges]:
             best = min(pairs, key=self.merges.get)
             ids = merge_pair(ids, best, self.merges[best])
-        return tuple(ids)  # a list in the cache could be changed by a caller
+        return tuple(ids)  # callers could change a list in the cache
 
 
 def train_wordpiece(captions, size):
-    """Captions -> a vocabulary of `size` tokens: the special tokens, all characters (even if they
-    are more), then merged pairs. Marks are kept: see clean_text.
+    """Captions -> a vocabulary of `size` tokens: the special tokens, all characters, and merged
+    pairs. All characters are kept, also if there are more than `size`. Marks are kept, see
+    clean_text.
 
-    Each step merges the most frequent pair of adjacent pieces into a new token. If several pairs
-    are equally frequent, the alphabetically first is merged, so that the order of the captions does
-    not matter. The steps end when every word is one token or the vocabulary is full.
+    Each step merges the most frequent pair of adjacent pieces into a new token. Among equally
+    frequent pairs the alphabetically first is merged, so that the order of the captions does not
+    matter. The steps end when every word is one token or the vocabulary is full.
     """
     counts = Counter(word for caption in captions for word in split_words(caption, True))
     words = {word: [word[0], *("##" + char for char in word[1:])]
@@ -1035,8 +1046,8 @@ def train_wordpiece(captions, size):
             pair = changed.pop()
             heapq.heappush(heap, (-pair_counts[pair], pair))
         count, best = heapq.heappop(heap)
-        # Skip an entry if the count of its pair has changed since the entry was made: a newer entry
-        # has the right count, or the pair has disappeared.
+        # Skip an entry if the count of its pair has changed since the entry was made. A newer entry
+        # has the right count, unless the pair has disappeared.
         if count == 0 or -count != pair_counts[best]:
             continue
         merged = best[0] + best[1].removeprefix("##")
@@ -1061,21 +1072,21 @@ def merge_pair(pieces, pair, merged):
 
 # Images and views ---------------------------------------------------------------------
 #
-# A DataLoader's workers decode and crop, image by image, because files have different sizes:
-# Stream.load calls open_image, then train_transform, Views, Augment or crop_boxes. All of them, and
-# the views of a probe in eval.py, crop by random_crop. All crops of a view have the same size. So
-# `distort` changes the colours of a batch of views at once, and blurs them, on the model's device,
-# which is cheaper. The worker draws the random numbers of these changes, so that the numbers depend
-# only on the seed and on the position in the data.
+# The workers of a DataLoader decode and crop image by image, because files have different sizes.
+# Stream.load calls open_image, then train_transform, Views, Augment or crop_boxes. All of these
+# crop by random_crop. All crops of a view have the same size. So `distort` changes the colours of a
+# whole batch of views, and blurs the batch, on the device of the model, which takes less time. The
+# worker draws the random numbers of these changes. So the numbers depend only on the seed and on
+# the position in the data.
 #
-# Images are uint8 or floats in [0, 1] everywhere, and only the encoder normalises them (Pixels).
-# Crops stay uint8 until they are on the model's device, as floats have four times as many bytes.
-# Augment, which changes the colours of single images, returns floats.
+# Images are uint8 or floats in [0, 1] everywhere. Only the encoder normalises them (Pixels). Crops
+# stay uint8 until they are on the device of the model, because floats have four times as many
+# bytes. Augment changes the colours of single images, and returns floats.
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff",
                   ".jpe", ".jfif", ".avif")
 ORIENTATION = ExifTags.Base.Orientation
-# EXIF's number of an orientation -> how the image is turned upright
+# {number of an orientation in EXIF: how to turn the image upright}
 TURNS = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180,
          4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
          6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90}
@@ -1090,14 +1101,15 @@ def to_unit(images):
 def random_crop(image, scale, generator=None):
     """A PIL image or (3, H, W) -> (top, left, height, width) of a random crop, in pixels.
 
-    The crop's area, as a fraction of the image's, is drawn from `scale`, and its aspect ratio from
-    3/4 to 4/3, as in torchvision's RandomResizedCrop. If ten such crops do not fit into the image,
-    the ratio is drawn around the image's own, where every area fits. A square is then taken whole.
+    `scale` has the smallest and the largest area of the crop, as fractions of the area of the
+    image. The aspect ratio is from 3/4 to 4/3, as in torchvision's RandomResizedCrop. If ten such
+    crops do not fit into the image, the ratio is drawn around the ratio of the image, where every
+    area fits. A square image is then taken whole.
 
-    differs: torchvision then takes the largest crop of such a ratio from the middle. With areas
-    from .9 to 1, it takes all crops of a photo of 3:2 or 16:9 so, each time the same.
+    differs: torchvision then takes the largest crop of an allowed ratio from the middle. With areas
+    from .9 to 1, all crops of a photo of 3:2 or 16:9 would be this one crop.
 
-    generator: gives the random numbers; None for torch's own.
+    generator: the source of random numbers; None for that of torch.
     """
     height, width = v2.functional.get_size(image)
     uniform = functools.partial(torch.empty(1).uniform_, generator=generator)
@@ -1105,7 +1117,7 @@ def random_crop(image, scale, generator=None):
         if attempt == 10 and height == width:
             return 0, 0, height, width
         area, low, high = uniform(*scale).item(), 3 / 4, 4 / 3
-        if attempt == 10:  # around the image's own ratio, and never wider or higher than the image
+        if attempt == 10:  # a ratio near that of the image, neither wider nor higher than the image
             own = width / height
             low, high = own * max(low, area), own * min(high, 1 / area)
         ratio = math.exp(uniform(math.log(low), math.log(high)).item())
@@ -1119,12 +1131,12 @@ def random_crop(image, scale, generator=None):
 
 
 def crop_and_flip(image, size, scale, flip, generator=None):
-    """A PIL image, or (3, H, W), uint8 or floats -> (3, size, size): a random crop, see
-    random_crop, mirrored with probability `flip`."""
+    """A PIL image, or (3, H, W), uint8 or floats -> a crop (3, size, size) by random_crop, mirrored
+    with probability `flip`."""
     if not torch.is_tensor(image):
         # The image becomes a tensor before the crop, because torch resizes a tensor three times as
-        # fast as PIL resizes an image. (This holds for CPUs with AVX2; on other CPUs torch is half
-        # as fast as PIL.) Pixels differ from PIL's by rounding, .05 of 255 on average.
+        # fast as PIL resizes an image. On CPUs without AVX2, torch is half as fast as PIL. Pixels
+        # differ from those of PIL by rounding, on average by .05 of 255.
         image = v2.functional.pil_to_tensor(image)
     crop = random_crop(image, scale, generator)
     image = v2.functional.resized_crop(image, *crop, [size, size], BICUBIC)
@@ -1132,32 +1144,32 @@ def crop_and_flip(image, size, scale, flip, generator=None):
 
 
 def train_transform(size, min_scale=0.9, flip=0.0):
-    """A transform, image -> (3, size, size), see crop_and_flip. The crop has `min_scale` to 1 of
-    the image's area; 1 resizes the whole image."""
+    """A transform, image -> (3, size, size), by crop_and_flip. The area of the crop is at least
+    `min_scale` of the area of the image. With 1 the whole image is resized."""
     return functools.partial(crop_and_flip, size=size, scale=(min_scale, 1.0), flip=flip)
 
 
 def eval_transform(size, resize=None):
     """A transform, PIL image -> uint8 (3, size, size): resize, then crop the centre.
 
-    The shorter side is resized to `resize`, or to `size` if `resize` is None. PIL resizes, so that
-    pixels equal those of OpenCLIP's and DINO's evaluation.
+    The shorter side is resized to `resize`, or to `size` if `resize` is None. PIL resizes, because
+    the evaluations of OpenCLIP and DINO do the same, and pixels must be equal.
     """
     resize = v2.Resize(resize or size, BICUBIC)
     return v2.Compose([cut_thin, resize, v2.CenterCrop(size), v2.PILToTensor()])
 
 
 def squeezed(image, size):
-    """A PIL image -> uint8 (3, size, size), without a crop, so that a place in fractions of the
-    sides is valid for the file too."""
+    """A PIL image -> uint8 (3, size, size), without a crop. So a place, in fractions of the sides,
+    is the same in the file."""
     return v2.functional.pil_to_tensor(image.resize((size, size), Image.Resampling.BICUBIC))
 
 
 def cut_thin(image):
     """A picture more than 8 times as long as wide -> its middle part, 4 times as long as wide.
 
-    The crop that follows keeps a square. Without this cut, a row of 20,000 pixels would be resized
-    to full length and need 6 GB.
+    The crop that follows keeps a square. Without this cut, an image of 20,000 x 1 pixels would be
+    resized to full length and need 6 GB.
     """
     short = min(image.size)
     if max(image.size) <= 8 * short:
@@ -1166,8 +1178,8 @@ def cut_thin(image):
 
 
 def to_bytes(image):
-    """Images (3, H, W): floats in [0, 1] -> uint8; uint8 is returned unchanged. Bicubic resizing
-    leaves [0, 1] a little, and RandAugment would turn white into black there."""
+    """Images (3, H, W), uint8 or floats -> uint8. Bicubic resizing gives some values outside [0,
+    1]. They are clamped, because RandAugment would turn such a white pixel into a black one."""
     if image.dtype == torch.uint8:
         return image
     return v2.functional.to_dtype(image.clamp(0, 1), torch.uint8, scale=True)
@@ -1176,12 +1188,13 @@ def to_bytes(image):
 class Augment(v2.Compose):
     """Augmentation of labelled images as in DeiT (2012.12877, Table 9), whose code is timm's.
 
-    Called with an image, PIL's or (3, H, W) in [0, 1], it returns floats (3, size, size).
-    `mix` mixes the images of a batch, and their labels.
+    An Augment is called with an image, of PIL or (3, H, W) in [0, 1], and returns floats
+    (3, size, size). `mix` mixes the images of a batch, and their labels.
 
-    differs: the magnitude of RandAugment (9 of 10) has no noise. Ours applies every operation that
-    is drawn (timm's half of them), never inverts, has no SolarizeAdd, posterizes less, resamples
-    bilinearly (timm's bicubically) and fills with black. Erased pixels become grey (timm's: noise).
+    differs: RandAugment is torchvision's. The magnitude (9 of 10) has no noise. Every drawn
+    operation is applied, while timm applies half of them. There is no inversion and no SolarizeAdd.
+    Posterize is weaker. Images are resampled bilinearly, not bicubically, and filled with black.
+    Erased pixels become grey, while timm fills in noise.
     """
 
     def __init__(self, size, classes, min_scale, rand_augment, erasing, mixup, cutmix, flip=0.5):
@@ -1203,16 +1216,16 @@ class Augment(v2.Compose):
         return v2.RandomChoice(self.mixtures)(images, labels) if self.mixtures else (images, labels)
 
 
-# Pillow warns of every damaged EXIF block, and such photos are read all the same.
+# Pillow warns of every damaged EXIF block, but reads such photos.
 warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
 
 
 def open_image(file, min_side=None):
     """A path, bytes or a PIL image -> RGB PIL image.
 
-    min_side: a large JPEG may be decoded at a half, a quarter or an eighth of its size, which saves
-    time, as long as no side falls below min_side. PIL raises errors of any type for damaged files,
-    so callers catch Exception.
+    min_side: a large JPEG may be decoded at a half, a quarter or an eighth of its size, to save
+    time, if each side keeps at least min_side pixels. PIL raises errors of any type for damaged
+    files, so callers catch Exception.
     """
     if isinstance(file, Image.Image):
         return to_rgb(file)
@@ -1227,19 +1240,19 @@ def open_image(file, min_side=None):
 def to_rgb(image):
     """A PIL image of any mode -> RGB, as a viewer shows the image.
 
-    differs: OpenCLIP, timm and torchvision ignore EXIF's orientation, so that a phone's portrait
-    lies on its side. They also ignore transparency, and the colour below transparent pixels is
-    often black. Transparent pixels are white here, as in img2dataset's shards.
+    differs: OpenCLIP, timm and torchvision ignore the orientation in EXIF, so that a portrait of a
+    phone lies on its side. They also ignore transparency. The colour under transparent pixels is
+    often black. Transparent pixels are white here, as in shards of img2dataset.
     """
     orientation = 1
-    with contextlib.suppress(Exception):  # the EXIF can be damaged where the pixels are intact
+    with contextlib.suppress(Exception):  # EXIF may be damaged although the pixels are intact
         orientation = image.getexif().get(ORIENTATION, 1)
     if orientation in TURNS:
         image = image.transpose(TURNS[orientation])
-    # Images of 16 bits, 32 bits or floats: PIL's convert would cut all values at 255.
+    # For images of 16 bits, 32 bits or floats, convert() of PIL would cut all values at 255.
     if image.mode.startswith(("I", "F")):
         x = np.nan_to_num(np.asarray(image))
-        if image.mode == "F" and x.max() <= 2:  # floats in which 1 is white
+        if image.mode == "F" and x.max() <= 2:  # in these floats 1 is white
             x = 255 * x
         elif image.mode.startswith("I;16") or x.max() > 255:  # 65,535 is white
             x = x / 256
@@ -1255,21 +1268,22 @@ def to_rgb(image):
 class View:
     """The settings of one random view of an image (BYOL, 2006.07733, App. B; DINO, 2104.14294).
 
-    Every view is jittered in colour with probability .8 and made grey with .2.
+    The colours of a view are jittered with probability .8. A view becomes grey with probability .2.
     """
 
     size: int                # side of the crop in pixels, after resizing
-    scale: tuple             # smallest and largest area of the crop, as fractions of the image's
+    scale: tuple             # smallest and largest area of the crop / area of the image
     blur: float = 0.0        # probability of a Gaussian blur
-    solarize: float = 0.0    # probability of solarisation: values above .5 are inverted
-    alpha: float = 1.0       # Beta(alpha, alpha) draws the crop's centre in the image's box, if any
+    solarize: float = 0.0    # probability of solarisation, which inverts values above .5
+    alpha: float = 1.0       # Beta(alpha, alpha) draws the centre of the crop in a box
 
 
 def decoded_side(size, least):
-    """How many pixels the sides of a decoded image need, so that no crop has a side below `size`.
+    """The number of pixels that each side of a decoded image needs, so that each crop has at least
+    `size` pixels.
 
-    least: the smallest area of a crop, as a fraction of the image's. The smallest crop of a square
-    has the aspect ratio 3/4.
+    least: the smallest area of a crop / the area of the image. The smallest side of a crop of a
+    square belongs to the aspect ratio 3/4.
     """
     return math.ceil(size / (0.75 * least) ** 0.5)
 
@@ -1277,11 +1291,11 @@ def decoded_side(size, least):
 class Views:
     """Several random views of each image, for methods that compare views (BAM, DINO, SimCLR).
 
-    A worker crops, image by image, and draws all random numbers. `distort` changes the colours of
-    the whole batch, on the model's device.
+    A worker crops image by image, and draws all random numbers. `distort` changes the colours of
+    the whole batch, on the device of the model.
 
-    views: list of View. image_size: the side of the largest view, to which the width of the blur is
-    relative. flip: the probability that a view is mirrored; BYOL's is .5.
+    views: list of View. image_size: the side of the largest view. The width of the blur is
+    proportional to image_size. flip: the probability that a view is mirrored, .5 in BYOL.
     """
 
     def __init__(self, views, image_size, flip=0.5):
@@ -1316,8 +1330,8 @@ class Views:
     def draws(self, n):
         """The random numbers that `distort` needs for a batch of n images."""
         changed, colours, sigma = zip(*[self.draw(n, view) for view in self.views])
-        # The five changes of a view share one tensor of row numbers; `counts` says where to split
-        # it, so that few tensors are copied to the device.
+        # The five changes of a view share one tensor of row numbers, so that few tensors are copied
+        # to the device. `counts` says where to split this tensor.
         return {"rows": [x.nonzero()[:, 1] for x in changed],  # (sum of counts,) for each view
                 "counts": [x.sum(1).tolist() for x in changed],
                 "colours": torch.stack(colours),             # (V, B, 11)
@@ -1326,9 +1340,9 @@ class Views:
     def draw(self, n, view):
         """Draw the changes of a view of n images. Returns three tensors:
 
-        (5, n) bool, whether an image is flipped, jittered, made grey, blurred, solarized;
-        (n, 11), the changes of colour, as `jitter` needs them;
-        (n,), the standard deviation of the blur in pixels.
+        (5, n) bool: whether an image is flipped, jittered, made grey, blurred, solarized
+        (n, 11): the changes of colour for `jitter`
+        (n,): the standard deviation of the blur in pixels
         """
         flipped, jittered = torch.rand(n) < self.flip, torch.rand(n) < 0.8
         colours = draw_colours(n, 0.4, 0.4, 0.2, 0.1)
@@ -1340,11 +1354,11 @@ class Views:
 
 
 def distort(batch):
-    """Apply the changes that Views.draws drew, on the device of the crops.
+    """Apply the changes that Views.draws has drawn, on the device of the crops.
 
     A batch without "draws" is returned unchanged. Rows are selected by their numbers, and constants
-    are Python numbers: indexing with a mask, or copying a constant tensor, makes the host wait for
-    the GPU.
+    are Python numbers, because the CPU would wait for the GPU to index with a mask or to copy a
+    constant tensor.
     """
     if "draws" not in batch:
         return batch
@@ -1353,7 +1367,7 @@ def distort(batch):
     columns = draws["rows"], draws["counts"], draws["colours"], draws["sigma"]
     for x, rows, counts, colours, sigma in zip(batch["views"], *columns):
         flipped, jittered, grey, blurred, solarized = rows.split(counts)
-        x = to_unit(x).clamp(0, 1)                       # bicubic resizing of floats overshoots
+        x = to_unit(x).clamp(0, 1)                       # bicubic resizing leaves [0, 1] a little
         x[flipped] = x[flipped].flip(3)
         x[jittered] = jitter(x[jittered], colours[jittered])
         x[grey] = luma(x[grey]).expand(-1, 3, -1, -1)
@@ -1366,8 +1380,8 @@ def distort(batch):
 def crop_start(low, high, length, side, fraction):
     """The first pixel of a crop of `length` pixels, whose centre lies between low and high.
 
-    side: the number of pixels of this side of the image. The crop is moved if it would leave the
-    image. fraction: 0 gives the first possible start, 1 the last.
+    side: the number of pixels of this side of the image. A crop that would leave the image is moved
+    into the image. fraction: 0 gives the first possible pixel, 1 the last possible pixel.
     """
     first = min(max(low - length / 2, 0), side - length)
     last = min(max(high - length / 2, 0), side - length)
@@ -1375,7 +1389,7 @@ def crop_start(low, high, length, side, fraction):
 
 
 def luma(x):
-    """(B, 3, H, W) -> (B, 1, H, W), the grey values by the weights of ITU-R BT.601."""
+    """(B, 3, H, W) -> grey values (B, 1, H, W), with the weights of ITU-R BT.601."""
     r, g, b = x.split(1, dim=1)
     return 0.299 * r + 0.587 * g + 0.114 * b
 
@@ -1384,13 +1398,13 @@ def draw_colours(n, brightness, contrast, saturation, hue):
     """Draw the changes of colour of n images, for `jitter` -> (n, 11).
 
     The 11 numbers are the factor of the brightness, the factor of the contrast, and a 3 x 3 matrix
-    that maps colours. Factors are uniform in [1 - strength, 1 + strength]; the hue turns by up to
+    that maps colours. Factors are uniform in [1 - strength, 1 + strength]. The hue turns by at most
     `hue` of a circle.
 
-    Saturation and hue are linear in YIQ, where Y is the grey value and I and Q span the colours:
-    saturation scales I and Q, hue turns them. So all four changes together are one linear map
-    around the mean grey value, and their order does not matter. v2.ColorJitter turns the hue in HSV
-    and cuts at 0 and 1 after each step.
+    In YIQ, Y is the grey value, and I and Q span the colours. Saturation scales I and Q, and hue
+    turns them. So all four changes together are one linear map around the mean grey value, and
+    their order does not matter. v2.ColorJitter turns the hue in HSV, and clamps to [0, 1] after
+    each step.
     """
     b, c, s = (torch.empty(n, 1, 1).uniform_(1 - strength, 1 + strength)
                for strength in (brightness, contrast, saturation))
@@ -1411,11 +1425,11 @@ def draw_colours(n, brightness, contrast, saturation, hue):
 def jitter(x, colours):
     """Change the colours of images (B, 3, H, W) in [0, 1]; colours: (B, 11) from draw_colours.
 
-    differs: hues turn in YIQ. Torchvision's jitter, which BAM and DINO use, turns them in HSV.
+    differs: hues turn in YIQ. The jitter of torchvision, which BAM and DINO use, turns hues in HSV.
     """
     b, c, colours = colours[:, :, None].split([1, 1, 9], 1)       # (B, 1, 1), (B, 9, 1)
     grey = b * luma(x).mean((2, 3), keepdim=True)[:, 0]           # (B, 1, 1)
-    # contrast: c * x + (1 - c) * grey; c is a factor of the matrix already
+    # contrast: c * x + (1 - c) * grey; the matrix already has the factor c
     x = torch.baddbmm((1 - c) * grey, colours.view(-1, 3, 3), x.flatten(2)).view_as(x)
     return x.clamp(0, 1)
 
@@ -1423,12 +1437,12 @@ def jitter(x, colours):
 def blur(x, sigma):
     """Gaussian blur of (B, 3, s, s); sigma: (B,), the standard deviations in pixels.
 
-    A Gaussian is separable: one matrix product blurs the columns, one the rows. So each image can
-    have its own sigma, which one convolution for the batch could not do.
+    A Gaussian is separable: one matrix product blurs the columns, another the rows. With matrix
+    products, images of a batch can have different sigmas. One convolution has one sigma.
     """
     i, sigma = torch.arange(x.shape[-1], device=x.device), sigma.view(-1, 1, 1, 1)
     kernel = (-(i[:, None] - i).square() / (2 * sigma.square())).exp()  # (B, 1, s, s)
-    # weights sum to 1 at the edges too, over the pixels that are inside the image
+    # at the edges, too, the weights of the pixels inside the image sum to 1
     kernel = kernel / kernel.sum(-1, keepdim=True)
     return kernel @ x @ kernel.transpose(2, 3)
 
@@ -1436,54 +1450,53 @@ def blur(x, sigma):
 # Data files ---------------------------------------------------------------------------
 #
 # --data names a source: a CaptionTable, TarShards or a World. Every source has
-#   content                  what comes with an image: "caption", "label", "boxes" or None
+#   content                  the value that comes with an image: "caption", "label", "boxes" or None
 #   classes                  the names of the labels, or None if the source does not know them
-#   sample_captions(limit)   captions for the training of a vocabulary, evenly spread
-#   each(content, limit)     yields (path or bytes, value) of every image, for an evaluation (a
-#                            World has no such member)
-#   fingerprint              identifies the images and their order. A checkpoint keeps it, because
-#                            the positions and boxes in the checkpoint are wrong for other images.
-#   annotations              a hash of the paths below the root, the captions, labels and boxes;
-#                            None if the fingerprint is enough. Ranks compare both.
+#   sample_captions(limit)   captions for the training of a vocabulary, from all parts of the data
+#   each(content, limit)     yields (path or bytes, value) of every image, for an evaluation. A
+#                            World has no such member.
+#   fingerprint              identifies the images and their order. A checkpoint holds the
+#                            fingerprint, because its positions are wrong for other images.
+#   annotations              a hash of the paths below the root, the captions, labels and boxes, or
+#                            None if the fingerprint is enough. Ranks compare both values.
 #
 # CaptionTable and TarShards also have
 #   samples(seed, part, parts, start)
 #                            yields (Sample, position after the sample) without end. The data are
-#                            dealt to `parts` disjoint parts, one for each worker of each rank, and
-#                            only the samples of number `part` are read.
-#   name                     what messages call the source
+#                            divided into `parts` disjoint parts, one for each worker of each rank.
+#                            Only the samples of the part number `part` are read.
+#   name                     the name of the source in messages
 #   start                    the first position
-#   len(source), unit        how many "images" or "shards" are dealt to the parts
+#   len(source), unit        the number of "images" or "shards" that are divided into parts
 #   skipped                  {problem: [count, last example]} of the rows left out at the start
-#   max_bad                  a run ends after so many unusable samples in a row
+#   max_bad                  the number of unusable samples in a row after which a run ends
 #
-# A reader turns a file of one format into rows and does nothing else. What holds for the rows of
-# every format is done once, in CaptionTable: paths, splits, captions. find_label looks up labels,
-# with_image opens images. open_data sets `content` after the opener, which raises UserError for a
-# content that it lacks.
+# A reader only turns a file of one format into rows. CaptionTable handles the paths, splits and
+# captions of all formats. find_label looks up labels, with_image opens images. An opener raises
+# UserError for a content that the format does not have. open_data sets `content`.
 #
-# Web data always have broken files. A broken sample is skipped, so that it does not end the run. It
-# is counted by its problem and reported, so that the user hears of it.
+# Web data always have broken files. A broken sample is skipped, so that it does not end the run.
+# Skipped samples are counted by their problem and reported.
 
 
 class Sample(NamedTuple):
-    """An image and what comes with it, from a row of a reader to a batch."""
+    """An image and its caption, label or boxes. A reader makes a Sample, and a batch joins many."""
 
-    file: object               # a path, the image's bytes, an open shard, or the decoded image
-    value: object = ""         # a caption, a list of captions, a label, or a key's files in a shard
-    name: str = ""             # what messages call the sample: a path, "shard:key"
-    number: int | None = None  # row in a table, image label, or a key's place in a shard
-    problem: str = ""          # why the sample is left out; samples are counted by this text
-    split: str = ""            # the split of a row; "" belongs to every split
+    file: object               # a path, bytes of an image, an open shard, or a decoded image
+    value: object = ""         # a caption, a list of captions, a label, or the files of a key
+    name: str = ""             # the name of the sample in messages: a path, "shard:key"
+    number: int | None = None  # row in a table, label of an image, or place of a key in a shard
+    problem: str = ""          # why the sample is left out; problems are counted by this text
+    split: str = ""            # the split of a row; a row with "" belongs to every split
 
 
-# errors of a network's disk that often pass
+# errors of a network disk that often go away after seconds
 PASSING = errno.EIO, errno.ESTALE, errno.ETIMEDOUT
 DISK = "read that the disk failed four times"
 
 
 def patiently(read, *arguments):
-    """read(*arguments), tried again after 1, 5 and 25 seconds if the disk fails."""
+    """Return read(*arguments). If the disk fails, try again after 1, 5 and 25 seconds."""
     for seconds in (1, 5, 25):
         try:
             return read(*arguments)
@@ -1495,13 +1508,13 @@ def patiently(read, *arguments):
 
 
 def problem_of(error, problem):
-    """Why a sample is left out: DISK if the error is the disk's, else `problem`."""
+    """Why a sample is left out: DISK for an error of the disk, `problem` for another error."""
     return DISK if getattr(error, "errno", None) in PASSING else problem
 
 
 class Disk:
-    """Ends a run after three samples or shards in a row that the disk failed to read, because each
-    costs 31 seconds."""
+    """Ends a run if the disk fails to read three samples or shards in a row. Each of them costs 31
+    seconds."""
 
     failed = 0
 
@@ -1513,7 +1526,8 @@ class Disk:
 
 
 class ShardFile(io.FileIO):
-    """A shard. A read that the disk fails is tried again, in the file opened anew."""
+    """A shard. If the disk fails during a read, the file is opened again and the read is
+    repeated."""
 
     is_stale = False
 
@@ -1539,7 +1553,7 @@ def with_image(sample, read, *arguments):
     """A sample with a file -> the sample with read(file, *arguments), or left_out."""
     try:
         return sample._replace(file=patiently(read, sample.file, *arguments))
-    except UserError:  # wrong data, such as a map of unknown classes, must not be skipped
+    except UserError:  # wrong data, such as a map of unknown classes, end the run
         raise
     except FileNotFoundError:
         return left_out("image that does not exist", sample.name)
@@ -1575,8 +1589,8 @@ def total_skipped(parts):
 
 
 def skipped_by(positions):
-    """The "position" of batches, see Stream -> what the workers have skipped so far, {problem:
-    [count, last example]}. A World's workers skip nothing."""
+    """The "position" of batches, see Stream -> the samples that workers have skipped so far,
+    {problem: [count, last example]}. Workers of a World skip nothing."""
     return total_skipped(counts for position in positions.values() for counts in position[2:])
 
 
@@ -1587,11 +1601,12 @@ def describe_skipped(counts):
 
 
 def clean_captions(value):
-    """The captions of a row, a text or a list -> [text, ...]. A text is "" if it has no visible
-    character (a zero-width space is none), or is no text, such as null and NaN of JSON."""
+    """The captions of a row, a text or a list -> [text, ...]. A text without a visible character
+    becomes "", for example a zero-width space. A value that is no text, such as null of JSON, also
+    becomes ""."""
     captions = []
     for text in itertools.chain(*map(texts_of, value if isinstance(value, list) else [value])):
-        # JSON can hold half of a character (a lone surrogate), which UTF-8 cannot encode: "?"
+        # JSON may hold half of a character (a lone surrogate), which UTF-8 cannot encode. "?"
         # replaces the surrogate.
         text = text.strip().encode(errors="replace").decode() if isinstance(text, str) else ""
         captions.append(text if any(map(str.isprintable, text.replace(" ", ""))) else "")
@@ -1599,7 +1614,7 @@ def clean_captions(value):
 
 
 def texts_of(cell):
-    """A cell -> the texts in it. Several are written as a list, by JSON or by Python."""
+    """A cell of a table -> its texts. A cell with several texts is a list in JSON or Python."""
     is_list = str(cell).startswith("[") and not re.search(r"['\"]\s+['\"]", str(cell))  # numpy
     for read in (json.loads, ast.literal_eval) if is_list else ():
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
@@ -1612,21 +1627,20 @@ def texts_of(cell):
 class CaptionTable:
     """Image files with one or more captions each. Images of class folders also have labels.
 
-    rows: what a reader yields: Samples, or tuples that begin as Sample does, (path, captions). What
-        holds for the rows of every reader is done here.
-    name: what messages call the table.
-    root: the directory that the paths are relative to, or "".
-    content: what each image needs, see open_data. If it is None, an empty caption is allowed.
+    rows: the rows of a reader: Samples, or tuples (path, captions), the first fields of Sample.
+    name: the name of the table in messages.
+    root: the directory at which relative paths start, or "".
+    content: what each image needs, see open_data. With None an empty caption is allowed.
     split: the split to keep, if the rows have splits.
 
-    Rows with the same path are captions of one image. An epoch shows each image once, over all
-    ranks and workers. The next epoch shows the image with its next caption. Raises UserError if no
-    row can be used.
+    Rows with the same path are captions of one image. All ranks and workers together show each
+    image once in an epoch. The next epoch shows the image with its next caption. Raises UserError
+    if no row can be used.
     """
 
     max_bad, unit = 1000, "images"
     start = 0                 # a position is the number of samples so far
-    classes = labels = None   # for class folders: the folders' names, and (n,) the images' labels
+    classes = labels = None   # names of the class folders, and labels (n,) of the images
 
     def __init__(self, rows, name, root="", content="caption", split="train"):
         # "restval" is the part of COCO's val set that Karpathy adds to the training images
@@ -1639,7 +1653,7 @@ class CaptionTable:
             if row.split not in kept:
                 continue
             path = os.path.join(root, row.file)
-            if "//" in path or "/./" in path or path.startswith("./"):  # Path costs time
+            if "//" in path or "/./" in path or path.startswith("./"):  # Path() for all is slow
                 path = str(Path(path))
             if row.number is not None and path not in captions:
                 labels.append(row.number)
@@ -1658,9 +1672,9 @@ class CaptionTable:
             raise UserError(f"{name} has no image that can be used in the split {split} (splits: "
                             f"{found}; left out: {describe_skipped(self.skipped) or 'nothing'}).")
 
-        # Paths and captions are kept in numpy's buffers, which forked workers share. If they were
-        # lists of strings, reading a string would write its reference count, and each worker would
-        # copy every page of memory. Not all paths are UTF-8, so their bytes are kept as Latin-1.
+        # Paths and captions are in buffers of numpy, which forked workers share. To read a string
+        # of a list would change its reference count, so that each worker would copy every page of
+        # memory. Not all paths are UTF-8, so their bytes are stored as Latin-1.
         paths = [path.encode(errors="surrogatepass").decode("latin-1") for path in captions]
         self.paths = np.array(paths, np.dtypes.StringDType())
         texts = list(itertools.chain.from_iterable(captions.values()))
@@ -1669,7 +1683,7 @@ class CaptionTable:
         self.first = np.cumsum([0, *map(len, captions.values())])
         self.labels = np.array(labels) if labels else None
 
-        # made from the ends of paths below the root, so that a run can resume with data that moved
+        # computed from the last parts of paths, so that a run can resume if the data have moved
         self.fingerprint = f"{len(self)} images, {names}"
 
     def __len__(self):
@@ -1684,12 +1698,13 @@ class CaptionTable:
         return self.captions[self.first[i] : self.first[i + 1]].tolist()
 
     def value(self, i, content):
-        """What comes with image i: its label, the list of its captions."""
+        """The label of image i, or the list of its captions."""
         return int(self.labels[i]) if content == "label" else self.captions_of(i)
 
     def each(self, content, limit=None):
-        """Yield (path, value) of every image, for an evaluation. limit: only so many images, the
-        first, or random ones of class folders, whose first images have few classes."""
+        """Yield (path, value) of every image, for an evaluation. limit: the number of images. A
+        table gives its first images. Class folders give random images, because their first images
+        belong to few classes."""
         rows = range(len(self))
         if self.labels is not None:
             rows = torch.randperm(len(self), generator=torch.Generator().manual_seed(0)).tolist()
@@ -1703,25 +1718,25 @@ class CaptionTable:
         return table
 
     def samples(self, seed, part, parts, start=start):
-        """See the head of this section. The order of an epoch depends on (seed, epoch) only, so a
-        resumed run jumps to a position without reading what comes before."""
+        """See the head of this section. The order of an epoch depends only on (seed, epoch). So a
+        resumed run starts at a position, and need not read the samples before."""
         size = len(range(part, len(self), parts))
         while True:
             epoch = start // size
-            # all parts draw the same permutation; each takes every parts-th image of it
+            # all parts draw the same permutation; of `parts` images, each part takes another one
             order = np.random.default_rng((seed, epoch)).permutation(len(self))[part::parts]
             for i in order[start % size :].tolist():
                 path, value, start = self.path(i), self.value(i, self.content), start + 1
                 if isinstance(value, list):
-                    # + i: otherwise the first epoch would show nothing but first captions
+                    # + i, because otherwise the first epoch would show only first captions
                     value = value[(epoch + i) % len(value)]
                 yield Sample(path, value, path, i), start
 
     def sample_captions(self, limit):
-        """See the head of this section. The first `limit` captions would name few classes, because
-        class folders are read one after the other."""
+        """See the head of this section. Captions are taken at equal distances, because the first
+        captions of class folders name few classes."""
         if self.classes:
-            class_names(self.classes)  # raises UserError for ImageNet's n01440764
+            class_names(self.classes)  # raises UserError for names such as n01440764
             if len(self.classes) == 1 or all(map(str.isdecimal, self.classes)):
                 raise UserError(f"{self.name}: captions such as {self.captions[0]!r} teach "
                                 "nothing: give class folders with names, a table, or shards with "
@@ -1734,22 +1749,23 @@ class TarShards:
     """Tar shards, as img2dataset writes them: `KEY.jpg` with `KEY.txt` (one caption per line), or
     with a label (see read_sample).
 
-    pattern: DIR/{00000..00012}.tar, or DIR/*.tar where numbers are missing, or several of these,
-        joined by "::".
+    pattern: DIR/{00000..00012}.tar, or DIR/*.tar if numbers are missing. "::" joins several
+        patterns.
     on_ranks: see look_at_shards.
 
-    Each epoch shuffles the shards and deals them to ranks and workers. A worker reads four shards
-    in turn, each from its start to its end, and shuffles encoded samples in a buffer of 240 MB,
-    which are 4,000 samples of 60 kB. A resumed worker reads at most the last 500 MB again. Samples
-    that are unreadable, or that have no caption or label where `content` needs one, are skipped and
-    counted.
+    Each epoch shuffles the shards and divides them among ranks and workers. A worker reads four
+    shards in turn, each from start to end. The worker shuffles encoded samples in a buffer of 240
+    MB, which holds 4,000 samples of 60 kB. A resumed worker reads at most the last 500 MB again.
+    Samples that are unreadable, or that lack the caption or label that `content` needs, are skipped
+    and counted.
 
     Raises UserError if a shard does not exist.
     """
 
-    # max_bad exceeds the samples of one shard, usually 10,000: one bad shard must not end a run
+    # max_bad is more than the samples of one shard, usually 10,000, so that one bad shard does not
+    # end a run
     max_bad, together, unit = 20_000, 4, "shards"
-    # A sample waits in the buffer until a random part of the next `span` bytes has been read, so
+    # A sample stays in the buffer until a random part of the next `span` bytes has been read. So
     # the buffer holds half of these bytes. `step`: the bytes between two places to resume from.
     span, step = 480_000_000, 16_000_000
     # A position is (epoch, number of the sample, where the sample leaves the buffer, a place). A
@@ -1768,7 +1784,7 @@ class TarShards:
             raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} are "
                             f"missing; the first is {missing[0]}: name others, or all that exist "
                             f"by DIR/*.tar.")
-        # without directories, so that a run can resume with data that moved
+        # computed without directories, so that a run can resume if the data have moved
         names = [(os.path.basename(path), *look) for path, look in looks]
         self.fingerprint = f"{len(self.paths)} shards, {zlib.crc32(repr(names).encode())}"
 
@@ -1776,8 +1792,8 @@ class TarShards:
         return len(self.paths)
 
     def samples(self, seed, part, parts, start=start):
-        """See the head of this section. The buffer is a heap, ordered by where samples leave it.
-        A sample cannot leave before a place that is `span` bytes ahead of it."""
+        """See the head of this section. The buffer is a heap, ordered by the bytes after which
+        samples leave the buffer. After at most `span` more bytes a sample has left the buffer."""
         epoch, number, leaves, place = start
         while True:
             delivered, places, held = (leaves, number), deque([place]), []
@@ -1786,11 +1802,11 @@ class TarShards:
             order = np.random.default_rng((seed, epoch)).permutation(len(self.paths))[part::parts]
             for samples, *opened in self.read_in_turn(order, *opened):
                 for sample in samples:
-                    # what is left out leaves the buffer at once, and takes no room
+                    # samples that are left out pass through the buffer at once
                     leaves = read if sample.problem else read + draw.randrange(self.span)
                     if self.content == "caption" and not sample.problem:
-                        # Captions take turns, as in CaptionTable. A sample of a tar has no number,
-                        # so its offset in the tar serves as the number.
+                        # The caption changes from epoch to epoch, as in CaptionTable. A sample of a
+                        # tar has no number, so its offset in the tar takes the place of a number.
                         turn = (epoch + sample.number // tarfile.BLOCKSIZE) % len(sample.value)
                         sample = sample._replace(value=sample.value[turn])
                     if (leaves, n) > delivered:
@@ -1811,9 +1827,9 @@ class TarShards:
             epoch, (_, number, leaves, place) = epoch + 1, self.start
 
     def read_in_turn(self, order, following, opened):
-        """Yield read_sample's results for each key of the shards `order`, with the next shard to
-        open and (shard, offset) of each open shard, from which the reading can continue. Four
-        shards are open, and give a key in turn. An empty list ends the epoch."""
+        """Yield the samples of each key of the shards `order`, the next shard to open, and (shard,
+        offset) of each open shard. Reading can continue from these two. Four shards are open, and
+        give their keys in turn. An empty list ends the epoch."""
         shards = deque((i, start, read_keys(self.paths[order[i]], start)) for i, start in opened)
         while shards or following < len(order):
             if len(shards) < self.together and following < len(order):
@@ -1832,10 +1848,10 @@ class TarShards:
     def each(self, content, limit=None):
         """Yield (bytes, label or [captions]) of every image, in order, for an evaluation.
 
-        content: "label", "caption", or None for images alone, whose second item is "shard:key".
-        limit: read only so many samples, drawn at random and in random order; every call draws the
-        same samples. Prints at the end what was left out. Raises UserError if no image has a label
-        or a caption, or if a label is not among the classes, as figures would then be wrong.
+        content: "label" or "caption". With None the second item is "shard:key". limit: the number
+        of samples, which are drawn at random. Every call draws the same samples. At the end the
+        samples that were left out are printed. Raises UserError if no image has a label or a
+        caption, or if a label is not among the classes, because the metrics would be wrong.
         """
         sample, counts = None, {}
         for sample in usable(read_tars(self.paths, content, limit, self.classes), counts):
@@ -1849,7 +1865,7 @@ class TarShards:
             print(f"left out of {self.name}: {describe_skipped(counts)}")
 
     def sample_captions(self, limit):
-        """See the head of this section. A shard gives its first captions."""
+        """See the head of this section. Each shard gives its first captions."""
         captions, counts, n = [], {}, min(limit, len(self.paths))
         for i in range(n):
             wanted = math.ceil((limit - len(captions)) / (n - i))
@@ -1864,7 +1880,7 @@ class TarShards:
 
 
 def expand_braces(pattern):
-    """`a/{000..012}.tar` -> the 13 paths. Two ranges give all combinations."""
+    """`a/{000..012}.tar` -> the 13 paths. Two ranges in a pattern give all combinations."""
     braces = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
     if not braces:
         return [pattern]
@@ -1876,9 +1892,9 @@ def expand_braces(pattern):
 
 
 def matching(pattern):
-    """The paths that a pattern with *, ? or [ ] names, in natural order; [] if nothing fits. A name
-    without these is returned as it is. What exists is taken as it is, directories as well, so that
-    brackets in a name are no pattern."""
+    """The paths that fit a pattern with *, ? or [ ], in natural order. A name without these
+    characters is returned unchanged. A path that exists is no pattern, even with brackets in its
+    name."""
     if not re.search(r"[*?[]", pattern) or look_at(pattern):
         return [pattern]
     directory, name = os.path.split(pattern)
@@ -1891,13 +1907,13 @@ def matching(pattern):
 
 
 def look_at_shards(paths, on_ranks):
-    """The size of each shard in bytes and the CRC of its first header, or in words why the shard
-    cannot be read. Shards of equal names and sizes are often others: sizes are rounded to 10,240
-    bytes. The first header has the name, the size and the time of the first file.
+    """For each shard, its size in bytes and the CRC of its first header, or a text that says why
+    the shard cannot be read. The size alone does not identify a shard, because sizes are rounded to
+    10,240 bytes. The first header has the name, the size and the time of the first file.
 
-    on_ranks: whether all ranks call this function. If their paths are equal, each rank looks at its
-    share of the shards, and learns the rest from the other ranks of its machine. A look at a
-    network's disk takes milliseconds, and large data have 40,000 shards.
+    on_ranks: whether all ranks call this function. If their paths are equal, the ranks of a machine
+    divide the shards, and exchange what they find. This saves time: a look at a network disk takes
+    milliseconds, and large data have 40,000 shards.
     """
     def look(path):
         try:
@@ -1917,7 +1933,7 @@ def look_at_shards(paths, on_ranks):
     return looks
 
 
-KEY = re.compile(r"(.*/)?[^/.]*")  # a file's name up to the first dot behind the directory
+KEY = re.compile(r"(.*/)?[^/.]*")  # the path of a file up to the first dot in its name
 BAD_SHARD = "unreadable, truncated or compressed shard"
 NO_IMAGE = "no image of a known ending (the files of a key must be neighbours in the tar)"
 BAD_LABEL = "label above those of the classes (perhaps labels are numbered from 1)"
@@ -1928,14 +1944,15 @@ READ = 2**20  # bytes of one read from a shard, because each read from a network
 
 
 def read_tars(paths, content, limit=None, classes=None):
-    """Yield read_sample's result for each key of the shards, in order; one shard is open at a time.
+    """Yield the sample of each key of the shards, in order. One shard is open at a time.
 
-    limit: only so many keys, drawn at random and in random order; every call draws the same keys.
+    limit: the number of keys, which are drawn at random and come in random order. Every call draws
+    the same keys.
     """
     samples, draw = (sample for path in paths for found, _ in read_keys(path)
                      for sample in found), random.Random(0)
     if limit:
-        # the `limit` keys with the smallest random numbers, in one pass, without holding all keys
+        # the `limit` keys with the smallest random numbers; nsmallest does not hold all keys
         keys = heapq.nsmallest(limit, (key._replace(value=None) for key in samples),
                                key=lambda key: draw.random())
         samples = (key if key.problem else next(read_keys(key.file, key.number, 2**16))[0][0]
@@ -1945,15 +1962,15 @@ def read_tars(paths, content, limit=None, classes=None):
 
 
 def read_files(file, start):
-    """Yield (tarfile's header, content) of each file of an open tar, in order, from an offset on.
-    Other tars may follow the tar, as after `cat a.tar b.tar > both.tar`.
+    """Yield (header, content) of each file of an open tar, in order, from an offset on. The file
+    may hold several tars, for example after `cat a.tar b.tar > both.tar`.
 
-    Raises an error of any type where the tar is damaged or cut off.
+    Raises an error of any type if the tar is damaged or cut off.
     """
     ends = False
     file.seek(start)
     while block := file.read(tarfile.BLOCKSIZE):
-        # blocks of zeros end a tar, and fill the space before another tar
+        # blocks of zeros end a tar, and may fill the space before the next tar
         ends = not block.strip(b"\0")
         if ends:
             start += len(block)
@@ -1961,7 +1978,7 @@ def read_files(file, start):
         file.seek(start)
         tar = tarfile.open(fileobj=file, mode="r:")
         while member := tar.next():
-            tar.members = []  # else tarfile keeps all headers
+            tar.members = []  # tarfile would keep all headers
             if member.isfile():
                 file.seek(member.offset_data)
                 content = file.read(member.size)
@@ -1977,15 +1994,15 @@ def read_files(file, start):
 
 
 def read_keys(path, start=0, buffering=READ):
-    """Yield ([a Sample, ...], the offset of the next key) for each key of a shard, from an offset
-    on. The first Sample has the value {suffix: content}, and its number is the offset of its first
-    header. The others are the key's images that no sample uses. After the last key the offset is
+    """Yield ([Sample, ...], offset of the next key) for each key of a shard, from an offset on. The
+    first Sample has the value {suffix: content}. Its number is the offset of its first header. Each
+    further Sample reports an image of the key that no sample uses. After the last key the offset is
     None.
 
-    A key is a file's name up to its first dot. The files of a key are neighbours in the tar, as
-    img2dataset writes them. A second file with the same key and suffix starts another sample, as in
-    OpenCLIP. The file v1.0.jpg has the key "v1" and the suffix ".0.jpg", which is no image's
-    suffix, so the image cannot be used and is left out.
+    A key is the name of a file up to the first dot. The files of a key are neighbours in the tar,
+    as img2dataset writes them. A second file with the same key and suffix starts another sample, as
+    in OpenCLIP. The file v1.0.jpg has the key "v1" and the suffix ".0.jpg". No image has this
+    suffix, so the file is left out.
     """
     key, problem, kind = None, "it holds no files", BAD_SHARD
     try:
@@ -2009,8 +2026,8 @@ def read_keys(path, start=0, buffering=READ):
 
 
 def with_unused(key):
-    """A Sample of read_keys -> a list of the Sample, if it has an image or no file that could be
-    one, and of left_out for each image that it cannot use."""
+    """A Sample of a key -> a list with the Sample, and with a left_out for each image that the
+    Sample does not use. If the key has images but none can be used, the list has no Sample."""
     used = image_suffix(key.value)
     images = [suffix for suffix in key.value if suffix.endswith(IMAGE_SUFFIXES)]
     unused = [left_out(UNUSED, key.name + suffix) for suffix in images if suffix != used]
@@ -2018,15 +2035,16 @@ def with_unused(key):
 
 
 def image_suffix(places):
-    """The suffix of a key's image; None if the key has no image."""
+    """The suffix of the image of a key, or None if the key has no image."""
     return next((suffix for suffix in IMAGE_SUFFIXES if suffix in places), None)
 
 
 def read_sample(key, content, classes=None):
-    """A Sample of read_keys -> the Sample with the image's bytes, and its captions or its label.
+    """A Sample of read_keys -> the Sample with the bytes of the image, and with its captions or its
+    label.
 
     content: "caption" reads KEY.txt, one caption per line. "label" reads KEY.cls, or "label" in
-    KEY.json: a number from 0, or the name of one of the classes. None reads the image only.
+    KEY.json. The label is a number from 0, or the name of a class. None reads only the image.
     """
     if key.problem:
         return key
@@ -2041,8 +2059,8 @@ def read_sample(key, content, classes=None):
 
 
 def find_label(files, classes):
-    """A key's files -> (the number of the label, ""), or (None, what is wrong). The label is a
-    class's number or name. Without the names of the classes every number is right."""
+    """The files of a key -> (number of the label, ""), or (None, problem). The label is the number
+    or the name of a class. Without names of classes every number is accepted."""
     text = files.get(".cls", b"").decode("utf-8-sig", "replace").strip()
     if not text:
         with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
@@ -2056,10 +2074,11 @@ def find_label(files, classes):
 
 
 def find_captions(text):
-    """The bytes of KEY.txt, or None -> ([captions], ""), or ([...], what is wrong)."""
+    """The bytes of KEY.txt, or None -> ([caption, ...], problem). The problem is "" for captions
+    that can be used."""
     if text is None:
         return [], NO_CAPTION
-    if b"\0" not in text:  # which UTF-16 has in each letter
+    if b"\0" not in text:  # a text in UTF-16 has zeros
         with contextlib.suppress(UnicodeError):
             lines = text.decode("utf-8-sig").split("\n")
             captions = [caption for caption in clean_captions(lines) if caption]
@@ -2082,9 +2101,10 @@ def read_table(path, image, caption):
     """Yield a Sample or left_out for each row of a CSV or TSV file with a header. A column `split`
     holds the splits of the rows. A cell in quotes may have line breaks, as pandas writes them.
 
-    image, caption: the names of the two columns. If they are "", the columns are filepath and title
-    (OpenCLIP's names) or image and caption (Flickr's). Raises UserError if a column is missing, or
-    if an open quote joins rows: a line of a cell is then a row by itself, with an image's name.
+    image, caption: the names of the two columns. With "" the columns are filepath and title, as in
+    OpenCLIP, or image and caption, as in Flickr. Raises UserError if a column is missing. Also
+    raises UserError if an open quote joins rows. A line of such a cell is a row with the name of an
+    image.
     """
     with open(path, newline="", encoding="utf-8-sig") as file:
         delimiter, columns = read_header(file)
@@ -2099,7 +2119,7 @@ def read_table(path, image, caption):
         rows = csv.reader((seen.append(line) or line for line in file), delimiter=delimiter)
         try:
             for cells in rows:
-                if len(seen) > 1:  # a quote that joins lines must be complete
+                if len(seen) > 1:  # a cell with several lines needs a closing quote
                     next(csv.reader(seen, delimiter=delimiter, strict=True))
                     lines = [line for cell in cells if "\n" in cell for line in cell.split("\n")]
                     for parts in csv.reader(lines, delimiter=delimiter):
@@ -2110,7 +2130,7 @@ def read_table(path, image, caption):
                     yield Sample(cells[i], cells[j], split="" if k is None else cells[k].strip())
                 elif cells:  # an empty line is no row
                     yield left_out(BROKEN_ROW, f"{path}, line {rows.line_num + 1}")
-        except csv.Error as error:  # csv allows a cell 131,072 characters
+        except csv.Error as error:  # csv also raises it for a cell of more than 131,072 characters
             where = f"{path} has an open quote in a row that ends in line {rows.line_num + 1}"
             raise UserError(f"{where} ({error}): close the quote, or write it twice.") from None
 
@@ -2124,8 +2144,8 @@ def read_token_file(path):
 
 
 def read_json(path):
-    """Yield a row or left_out for each caption of COCO's JSON or of Karpathy's, which has splits.
-    Raises UserError if the file is neither."""
+    """Yield a row or left_out for each caption of a JSON file of COCO or of Karpathy. Karpathy's
+    rows have splits. Raises UserError for another file."""
     text = Path(path).read_text(encoding="utf-8-sig")
     with explained((ValueError, KeyError, TypeError, AttributeError),
                    f"{path} is neither COCO captions nor Karpathy's JSON"):
@@ -2147,8 +2167,8 @@ def read_json(path):
 
 
 def by_id(path, part, rows):
-    """The rows of a part of COCO's JSON -> {id: row}. Raises UserError if two rows that differ have
-    the same id: annotations would be joined to the wrong one."""
+    """The rows of a part of COCO's JSON -> {id: row}. Raises UserError if two different rows have
+    the same id, because annotations would be joined to the wrong row."""
     found = {}
     for row in rows:
         if found.setdefault(row["id"], row) != row:
@@ -2159,15 +2179,16 @@ def by_id(path, part, rows):
 class Format(NamedTuple):
     """A row of formats()."""
 
-    endings: list    # of the name
+    endings: list    # endings of the file name
     open: object     # (name, content, image_root, split, **settings) -> source
     settings: dict   # {setting of the SPEC: its default}
-    form: str        # of the SPEC, for --help and errors
+    form: str        # form of the SPEC, for --help and errors
 
 
 def formats(on_ranks=False, image_size=48):
-    """The formats of --data. The arguments are those of open_data. To add a format of files' names,
-    write a reader, which yields rows, and add a row with functools.partial(open_table, reader)."""
+    """The formats of --data. The arguments are those of open_data. To add a format that lists image
+    files, write a reader, which yields rows, and add a row with functools.partial(open_table,
+    reader)."""
     columns = {"image": "", "caption": ""}
     world = dataclasses.asdict(World()) | {"size": image_size}
     return [
@@ -2186,13 +2207,13 @@ def formats(on_ranks=False, image_size=48):
 
 
 def file_holds(name, field):
-    """Whether a file of JSON has a field of this name."""
+    """Whether a JSON file has a field of this name."""
     is_json = name.lower().endswith(".json") and look_at(name) == "file"
     return is_json and b'"%s"' % field.encode() in Path(name).read_bytes()
 
 
 def has_splits(spec):
-    """Whether the rows of a SPEC are of several splits: those of a table, or of Karpathy's JSON."""
+    """Whether a SPEC is a table with a column `split`, or a JSON file of Karpathy."""
     name = parse_spec(spec)[0]
     if not name.lower().endswith(TABLES) or look_at(name) != "file":
         return file_holds(name, "split") and not file_holds(name, "annotations")
@@ -2207,13 +2228,13 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
 
     The source is a World, a CaptionTable or TarShards.
 
-    image_root: the directory that the file names in a table are relative to; None for the table's
-        own directory.
-    split: the split to read ("train" includes Karpathy's restval). image_size: the side of the
-        world's pictures in pixels. The SPEC's own settings override `split` and `image_size`.
-    content: what each image needs. "caption"; "label", which class folders, shards and the world
-        have; "boxes", which the world and a BoxTable have; or None for images only, so that shards
-        need no captions and directories no class folders.
+    image_root: the directory at which relative paths in a table start; None for the directory of
+        the table.
+    split: the split to read. "train" includes restval of Karpathy. image_size: the side of the
+        pictures of a World in pixels. Settings of the SPEC override `split` and `image_size`.
+    content: what each image needs. "caption". "label", which class folders, shards and a World
+        have. "boxes", which a World and a BoxTable have. None: only the image, so that shards need
+        no captions and directories no class folders.
     on_ranks: whether all ranks open these data, so that they can share the work.
 
     Raises UserError if the data do not exist or do not fit. (eval.open_eval_set opens the data of
@@ -2228,7 +2249,7 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
         forms = "; ".join(row.form for row in formats())
         raise UserError(f"{name} {problem}. Give one of: {forms}.")
     if content == "boxes" and name != "shapes":
-        cast_settings(settings, {}, name)  # a file of boxes has none
+        cast_settings(settings, {}, name)  # raises UserError, as a file of boxes has no settings
         return BoxTable(name, image_root, split)
     if "split" in settings and has_splits(spec):
         split = settings.pop("split")
@@ -2253,8 +2274,8 @@ def open_table(read, name, content, image_root, split, **settings):
 def open_directory(directory, content, *_):
     """DIR/class folder/image.jpg -> CaptionTable with labels and captions "a photo of a NAME.".
 
-    Label i is the i-th of the sorted class folders. If content is None, DIR may also be a folder of
-    images, at any depth and without labels. Raises UserError if the folders are no classes.
+    Label i belongs to the i-th of the sorted class folders. If content is None, DIR may also be a
+    folder of images without labels, at any depth. Raises UserError if the folders are no classes.
     """
     entries = list_directory(directory)
     classes = sorted(entry.name for entry in entries if is_directory(entry))
@@ -2264,7 +2285,7 @@ def open_directory(directory, content, *_):
     if content is None and (not classes or any(map(is_image, files))):
         return CaptionTable(rows_of_images(directory, "an image"), directory)
     parts = [name for name in classes if PART.fullmatch(name.lower())]
-    if parts and (parts != ["train"] or classes == parts):  # next to others a train is a class
+    if parts and (parts != ["train"] or classes == parts):  # beside other folders, train is a class
         raise UserError(f"{directory} has the folders {', '.join(parts)}, which are no classes: "
                         f"give {os.path.join(directory, parts[-1])}.")
 
@@ -2286,9 +2307,9 @@ def open_directory(directory, content, *_):
 
 
 def rows_of_classes(directory, classes):
-    """Yield a row for each file of the class folders; the number of an image's row is its label."""
+    """Yield a row for each file of the class folders. The number of a row is the label."""
     names = classes
-    with contextlib.suppress(UserError):  # sample_captions raises it, where captions are read
+    with contextlib.suppress(UserError):  # sample_captions raises this error if captions are needed
         names, _ = class_names(classes)
     for label, (folder, name) in enumerate(zip(classes, names)):
         caption = FOLDER_CAPTION.format(a=article(name))
@@ -2307,13 +2328,13 @@ def rows_of_images(folder, caption, label=None):
 # the names of parts of a data set, such as train, val2017
 PART = re.compile(r"(train(ing)?|val(id|idation)?|test|dev)([-_]?(\d+|[ab]))?")
 FOLDER_CAPTION = "a photo of {a}."  # {a}: the name of the class with its article
-# beginnings of the names of files that systems and editors create without being asked
+# the first letters of the names of files that systems and editors create
 HIDDEN = (".", "__MACOSX", "@eaDir")
 
 
 def look_at(path):
-    """What there is at a path: "file", "directory", or "" for nothing. Raises UserError if the disk
-    cannot tell, where os.path.exists would say that there is nothing."""
+    """"file", "directory", or "" if nothing is at the path. Raises UserError if the disk fails,
+    while os.path.exists would return False."""
     try:
         mode = patiently(os.stat, path).st_mode
     except OSError as error:
@@ -2324,7 +2345,7 @@ def look_at(path):
 
 
 def natural(name):
-    """A key that sorts names with their numbers as numbers: 2.tar before 10.tar."""
+    """A key for sorting. Numbers in names are compared as numbers: 2.tar comes before 10.tar."""
     return [(int(part), part) if part.isdecimal() else (0, part)
             for part in re.split(r"(\d+)", name)]
 
@@ -2337,16 +2358,16 @@ def list_directory(directory):
 
 
 def is_directory(entry):
-    """Whether an entry of list_directory is a directory. Most disks tell this with the entry, so
-    that a folder of a million images costs no look at each of them."""
+    """Whether an entry of list_directory is a directory. Most file systems give this answer with
+    the entry, so that a folder of a million images needs no look at each file."""
     return look_at(entry.path) == "directory" if entry.is_symlink() else entry.is_dir()
 
 
 def list_files(directory, seen=()):
     """The sorted paths of all files of a directory, at any depth. Links are followed.
 
-    seen: the directories that were read before. A link can lead back to one of them, so that the
-    walk would never end. Raises UserError if a directory cannot be listed.
+    seen: the directories that were already read, because a link can lead back to one of them.
+    Raises UserError if a directory cannot be listed.
     """
     seen, paths, here = seen or set(), [], os.path.realpath(directory)
     if here not in seen:
@@ -2367,7 +2388,7 @@ def article(phrase):
 
 
 def class_names(folders, file=None):
-    """The sorted names of class folders -> (the names of the classes, where the names come from).
+    """The sorted names of class folders -> (the names of the classes, the source of the names).
 
         the file (--classes) holds               class i is called
         ---------------------------------------  -----------------------------------
@@ -2377,8 +2398,8 @@ def class_names(folders, file=None):
         no file: 1,000 numbers of ImageNet       as in torchvision
         no file: names                           like folder i
 
-    Raises UserError if the file does not fit, or if a folder has a number of ImageNet instead of a
-    name: a text encoder knows no numbers of ImageNet.
+    Raises UserError if the file does not fit. Also raises UserError if a folder has a number of
+    ImageNet instead of a name, because a text encoder does not know these numbers.
     """
     if file:
         names = read_lines(file, "--classes")
@@ -2389,7 +2410,7 @@ def class_names(folders, file=None):
             lines = [names[places.index(i)] for i in range(len(folders))]
             return [re.sub(r"^n\d{8} +", "", line.replace("_", " ")) for line in lines], str(file)
 
-        # A file in another order than the folders would name every class wrongly, without an error.
+        # A file in another order than the folders would name the classes wrongly.
         plain = [*map(plain_name, folders)]
         for folder, name in zip(plain, map(plain_name, names)):
             if name != folder and name in plain:
@@ -2399,7 +2420,7 @@ def class_names(folders, file=None):
 
     numbers = [folder for folder in folders if re.fullmatch(r"n\d{8}", folder)]
     if len(numbers) == len(folders) == 1000:
-        # differs: CLIP and CLIP_benchmark use other names; give theirs with --classes
+        # differs: CLIP and CLIP_benchmark have other names, which --classes can give
         return ResNet50_Weights.IMAGENET1K_V1.meta["categories"], "torchvision"
     if numbers:
         raise UserError(f"The class folder {numbers[0]} has a number of ImageNet instead of a "
@@ -2408,16 +2429,17 @@ def class_names(folders, file=None):
 
 
 def match_names(names, known):
-    """The place in `known` of each of the names, or None if the two lists do not hold the same
-    names. All joins of class names go through here.
+    """The place of each of the names in `known`, or None if the two lists have different names. All
+    functions that match class names call this function.
 
-    Equal lists match place by place. Otherwise a name that both lists hold matches itself, and the
-    other names match by their plain_name. Names that two places share match in equal lists alone.
+    Equal lists match place by place. In other lists, a name that both lists have matches itself,
+    and the other names match by their plain_name. A name that occurs twice matches only in equal
+    lists.
     """
     if list(names) == list(known):
         return list(range(len(known)))
     both = set(names) & set(known)
-    # a tuple, so that a plain name never equals a name that both lists hold
+    # the tuple keeps a plain name different from a name that both lists have
     keys, known_keys = ([name if name in both else (plain_name(name),) for name in part]
                         for part in (names, known))
     places = {key: i for i, key in enumerate(known_keys)}
@@ -2427,23 +2449,23 @@ def match_names(names, known):
 
 
 def plain_name(name):
-    """A class's name as text encoders read it: in small letters, with spaces in place of "_". A
-    line of ImageNet's LOC_synset_mapping.txt, "n01440764 tench", is named by its number."""
+    """The name of a class in lower case, with spaces in place of "_". The name of a line of
+    ImageNet's LOC_synset_mapping.txt, such as "n01440764 tench", is its number."""
     name = unicodedata.normalize("NFC", name).replace("_", " ").lower()
     return re.sub(r"^(n\d{8}) .*", r"\1", name)
 
 
 def label_rows(names, labels, fraction):
-    """The row numbers of the labelled images that --label-fraction keeps, sorted.
+    """The sorted row numbers of the labelled images that --label-fraction keeps.
 
     names: the names of the images, None for an image without a name. labels: the labels of the
     images.
-    fraction: a number in (0, 1] or a file. The number is the share of each class that is kept,
-    rounded, but at least one image; every call keeps the same images. The file lists image names,
-    one per line, such as SimCLR's lists of 1 % and 10 % of ImageNet, which BAM uses (Table 4).
+    fraction: a number in (0, 1], or a file. The number is the fraction of each class to keep. Each
+    class keeps at least one image. Every call keeps the same images. The file lists image names,
+    one per line. BAM uses such lists of SimCLR, with 1 % and 10 % of ImageNet (Table 4).
 
-    Raises UserError if a name of the file is not the name of exactly one image, or if a class has
-    no image left.
+    Raises UserError if a line of the file does not name exactly one image, or if a class keeps no
+    image.
     """
     if re.fullmatch(r"-?\d*\.?\d+(e-?\d+)?", fraction):
         share, rows, labels = float(fraction), [], np.asarray(labels)
@@ -2476,14 +2498,14 @@ def read_text(path, flag):
 
 
 def read_lines(path, flag):
-    """The lines of a text file without spaces around them. The number of a line can be a label, so
-    an empty line stays unless no text follows it."""
+    """The lines of a text file without spaces around them. Empty lines are kept, because the number
+    of a line can be a label. Empty lines at the end are dropped."""
     return [line.strip() for line in read_text(path, flag).rstrip().splitlines()]
 
 
 def read_list(path, flag):
-    """The lines of a text file that lists names: each name once, without empty lines. Raises
-    UserError if the file lists nothing."""
+    """The names in a text file, one a line: each name once, without empty lines. Raises UserError
+    if the file lists no name."""
     names = [name for name in dict.fromkeys(read_lines(path, flag)) if name]
     if not names:
         raise UserError(f"{flag} {path} is empty: write one name a line.")
@@ -2492,20 +2514,20 @@ def read_list(path, flag):
 
 # Streams and seeds --------------------------------------------------------------------
 #
-# A resumed run sees the batches that the uninterrupted run would have seen. To that end
-#   - each worker reads one fixed share of the data and counts how far it has read,
-#   - each message of a worker, a part of a batch, carries the worker's position,
-#   - a checkpoint keeps the latest position of every worker,
-#   - random numbers depend on the seed and the position only, not on what was drawn before.
+# A resumed run gets the batches that the uninterrupted run would have got, because
+#   - each worker reads a fixed part of the data and counts how far it has read,
+#   - each message of a worker, a part of a batch, has the position of the worker,
+#   - a checkpoint holds the latest position of every worker,
+#   - random numbers depend only on the seed and the position, not on earlier random numbers.
 
 
 def this_worker(positions):
     """-> (the number of the worker that this process continues, the number of workers).
 
     positions: {worker: (messages delivered, ...)}. A DataLoader takes one message from each of its
-    processes in turn, beginning with process 0. When a run resumes, the next message must come from
-    the worker that has delivered the fewest. So process 0 continues that worker, and process 1 the
-    next one. Otherwise the messages would come in another order.
+    processes in turn, beginning with process 0. In a resumed run, the next message must come from
+    the worker that has delivered the fewest messages. So process 0 continues this worker, and
+    process 1 continues the next worker.
     """
     info = get_worker_info()
     if info is None:
@@ -2523,23 +2545,23 @@ class Stream(IterableDataset):
 
     source: CaptionTable or TarShards.
     tokenizer: None if the model does not read captions. context: the largest number of tokens.
-    transform: a function of an image, Augment or Views. min_side: see open_image; Views have their
-        own.
-    batch_size: samples of this rank. positions: the latest positions of all workers, to continue a
-        run.
+    transform: a function of an image, Augment or Views. min_side: see open_image. Views have a
+        min_side of their own.
+    batch_size: the number of samples of this rank. positions: the latest positions of all workers,
+        to continue a run.
     boxes: None, or (n, 4), the box of each image of a CaptionTable, for Views. A row of NaN means
         that the image has no box.
 
-    A batch, like a part of one, is a dict:
+    A batch and a part of a batch are dicts:
         "images"             (B, 3, S, S), uint8 or floats in [0, 1]
         "views"              with Views, instead of "images": [(B, 3, size, size) for each view]
-        "draws"              what Views.draws returns; not in a part
+        "draws"              the result of Views.draws; not in a part
         "tokens", "mask"     (B, L), with a tokenizer
         "captions"           the B captions as they were written, with a tokenizer
-        "labels"             (B,) if the source has labels; (B, C), shares, if Augment mixes
+        "labels"             (B,), or shares of classes (B, C) if Augment mixes
         "samples"            (B,), a number that identifies each sample
-        "position"           {worker: (messages, position in the source, what was skipped so far:
-                             {problem: [count, last example]})}
+        "position"           {worker: (messages, position in the source, {problem: [count, last
+                             example]} of the samples skipped so far)}
 
     Raises UserError if the data have fewer images or shards than there are workers, or if too many
     samples in a row cannot be used.
@@ -2563,13 +2585,13 @@ class Stream(IterableDataset):
         if len(self.source) < parts:
             raise UserError(f"{self.source.name} has {len(self.source)} {self.source.unit}, fewer "
                             f"than ranks x workers = {parts}: use fewer ranks or --workers.")
-        # only one worker counts the rows that were left out when the source was opened
+        # one worker alone counts the rows that were left out when the source was opened
         skipped = self.source.skipped if part == 0 else {}
         start = 0, self.source.start, skipped
         sent, position, skipped = self.positions.get(worker, start)
         skipped, bad_in_a_row, samples, disk = dict(skipped), 0, [], Disk()
         for sample, position in self.source.samples(self.seed, part, parts, position):
-            # of a tuple, the first two numbers belong to the sample
+            # if the position is a tuple, its first two numbers belong to the sample
             numbers = position[:2] if isinstance(position, tuple) else (position,)
             with fixed_seed(self.seed, part, *numbers):
                 sample = self.load(sample)
@@ -2585,8 +2607,8 @@ class Stream(IterableDataset):
 
             bad_in_a_row = 0
             samples.append(sample)
-            # Workers send in turn. Where the sizes of a batch's parts differ, by one, they move on
-            # from batch to batch, so that each worker sends as many samples as the others.
+            # Workers send in turn. Some parts of a batch may have one sample more than others.
+            # These parts rotate from batch to batch, so that all workers send equally many samples.
             number = sent * workers + worker
             place = (number + number // self.parts) % self.parts
             if len(samples) == (self.batch_size + place) // self.parts:
@@ -2627,18 +2649,19 @@ class Stream(IterableDataset):
             part["captions"] = list(values)
         if self.source.content == "label":
             part["labels"] = torch.tensor(values)
-        if any(names):  # the world's samples have none
+        if any(names):  # samples of a World have no names
             part["samples"] = torch.tensor([*map(identity, names, numbers)])
         return part
 
     def join(self, parts, number):
-        """The parts of this rank's batch -> the batch. `number`, of the batch, seeds what is drawn
-        for the whole of it. The 0 and 1 make another seed than those of samples."""
+        """The parts of a batch of this rank -> the batch. The number of the batch is the seed of
+        the random numbers for the whole batch. The 0 and 1 keep this seed different from the seeds
+        of samples."""
         with fixed_seed(self.seed, self.rank, number, 0, 1):
             return self.complete(parts)
 
     def complete(self, parts):
-        """The parts of a batch -> the batch, with what is drawn for the whole of it."""
+        """The parts of a batch -> the batch, with random numbers for the whole batch."""
         batch = {name: self.joined(name, [part[name] for part in parts]) for name in parts[0]}
         if isinstance(self.transform, Views):
             batch["draws"] = self.transform.draws(len(batch["views"][0]))
@@ -2650,8 +2673,8 @@ class Stream(IterableDataset):
         return batch
 
     def joined(self, name, values):
-        """What the parts of a batch have by one name -> what the batch has by it."""
-        if name == "position":  # a worker's last part counts
+        """Join the values that the parts of a batch have under one name."""
+        if name == "position":  # the last part of a worker counts
             return {worker: x for value in values for worker, x in value.items()}
         if name == "captions":
             return [caption for value in values for caption in value]
@@ -2671,7 +2694,7 @@ def identity(*names):
 
 
 class WorldStream(Stream):
-    """A Stream of the world of shapes, which is drawn, not read. A message is a whole batch.
+    """A Stream of a World, whose images are drawn, not read. A message is a whole batch.
 
     A batch depends on (seed, rank, worker, number of the batch). transform: None, Augment or Views.
     min_side and boxes have no effect. If the source has labels, each scene has one object, and the
@@ -2715,18 +2738,19 @@ def fixed_seed(*numbers):
 def mix_seed(*numbers):
     """Integers from 0 to 2^32 - 1 -> one seed below 2^63. Zeros at the end make no difference.
 
-    A sum would not do: seed 1 of rank 0 would be seed 0 of rank 1.
+    The sum of the integers would be a bad seed, because seed 1 of rank 0 would equal seed 0 of rank
+    1.
     """
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
 
 
 # Command line -------------------------------------------------------------------------
 #
-# Each field of a dataclass of settings is a flag; the comment of the field is the flag's help.
+# Each field of a dataclass of settings is a flag. The comment of the field is the help of the flag.
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the texts as they are, and the default of each flag that has one."""
+    """Does not wrap the description and the end of --help, and shows the defaults of flags."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -2737,9 +2761,9 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=HelpFormatter, **more)
 
     def parse_known_args(self, args=None, namespace=None):
-        """Parse, after ~ and $NAME at the start of a path are expanded. A shell expands neither in
-        quotes, which a pattern of .tar files needs, nor in --flag=VALUE. torch.distributed.launch
-        adds --local-rank, which LOCAL_RANK says, too."""
+        """Expand ~ and $NAME at the start of a path, then parse. A shell does not expand them
+        inside quotes, which a pattern of .tar files needs, or in --flag=VALUE. --local-rank, which
+        torch.distributed.launch adds, is dropped, because LOCAL_RANK has the same value."""
         start = re.compile(r"(^|=|::)(~|\$\w+)(?=/|$)")
         expanded = lambda found: found[1] + os.path.expandvars(os.path.expanduser(found[2]))
         args = [start.sub(expanded, arg) for arg in (sys.argv[1:] if args is None else args)
@@ -2762,8 +2786,8 @@ def comments_of(config_class):
 
 
 def add_flags(parser, config_class, groups, title):
-    """Add a flag for each field of a dataclass. The help of a flag is the field's comment. groups:
-    {first field of a group: title of the group}."""
+    """Add a flag for each field of a dataclass. The help of a flag is the comment of the field.
+    groups: {first field of a group: title of the group}."""
     comments, group = comments_of(config_class), None
     for field in dataclasses.fields(config_class):
         if group is None or field.name in groups:
@@ -2792,7 +2816,7 @@ def add_flags(parser, config_class, groups, title):
 
 # Schedules ----------------------------------------------------------------------------
 #
-# Functions of the step, which train.set_schedules calls. They have no state, so a resumed run has
+# train.set_schedules calls these functions of the step. They have no state, so a resumed run has
 # nothing to restore.
 
 
@@ -2806,8 +2830,8 @@ def cosine_lr(step, steps, warmup, peak):
 
     Step 0 has peak / warmup, as in OpenCLIP, and step warmup - 1 has the peak.
 
-    differs: the schedules of BAM's and DINO's authors begin at 0 (utils.py:190, 191). Their peak is
-    at the same step.
+    differs: the schedules of the authors of BAM and DINO begin at 0 (utils.py:190, 191). The peak
+    is at the same step.
     """
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -2823,16 +2847,16 @@ def linear_lr(step, steps, warmup, peak):
 
 # Parameter groups and files of a run --------------------------------------------------
 #
-# A run may be killed at any moment, also while it writes. So a new file is written under a
-# temporary name and then renamed. Renaming replaces the old file in one step.
+# A run may be killed at any moment, also while it writes. So a file is written under a temporary
+# name and then renamed. To rename replaces the old file in one step.
 
 
 def param_groups(model, weight_decay):
-    """Two groups for an optimizer: the weights of linear and convolution layers, which decay, and
-    all other parameters (biases, norms, embeddings, positions), which do not.
+    """Two groups of parameters for an optimizer. The weights of linear and convolution layers have
+    weight decay. All other parameters (biases, norms, embeddings, positions) have none.
 
-    differs: OpenCLIP decays all matrices (training/main.py:310). The published LAMB decays all
-    tensors.
+    differs: in OpenCLIP all matrices have weight decay (training/main.py:310). In the published
+    LAMB all tensors have weight decay.
     """
     linear = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
     matrices = {id(module.weight) for module in linear}
@@ -2844,30 +2868,30 @@ def param_groups(model, weight_decay):
 
 
 def without_nan(record):
-    """A record with None in place of floats that are not finite, which JSON lacks."""
+    """A record with None in place of NaN and infinity, because JSON has no such numbers."""
     return {name: x if not isinstance(x, float) or math.isfinite(x) else None
             for name, x in record.items()}
 
 
 def writing(path):
-    """A context that turns an OSError (a full disk, ...) into a UserError that names the path."""
+    """A context that turns an OSError, such as a full disk, into a UserError with the path."""
     return explained(OSError, f"{path} cannot be written")
 
 
 @contextlib.contextmanager
 def replacing(path):
-    """A context with a binary file to write to, under a temporary name that has the number of this
-    process. At the end the file is renamed to `path`.
+    """A context with a binary file to write to. The file has a temporary name with the number of
+    this process. At the end the file is renamed to `path`.
 
-    A killed process leaves the old file or the new file under `path`, never a part of the new file.
-    An error leaves the old file.
+    If the process is killed, `path` is the old file or the complete new file. After an error `path`
+    is the old file.
     """
     temporary = Path(f"{path}.{os.getpid()}.tmp")
     try:
         with writing(path), open(temporary, "wb") as file:
             yield file
-            # The content must be on the disk before the name is: otherwise a power failure could
-            # leave an empty file under the name of a checkpoint.
+            # The content must be on the disk before the name. Otherwise a power failure could leave
+            # an empty file under the name of a checkpoint.
             file.flush()
             os.fsync(file.fileno())
             patiently(os.replace, temporary, path)
@@ -2878,7 +2902,7 @@ def replacing(path):
 
 def write_file(path, content):
     """Write a record (.json), a picture (.png), or tensors in dicts and lists."""
-    # torch.save raises a RuntimeError where the disk is full
+    # torch.save raises RuntimeError if the disk is full
     full = explained(RuntimeError, f"{path} cannot be written", " (is the disk full?)")
     with replacing(path) as file, full:
         if path.suffix == ".json":
@@ -2891,9 +2915,9 @@ def write_file(path, content):
 
 @contextlib.contextmanager
 def locked(directory):
-    """A context that one process at a time enters, to replace files of the directory. On a disk
-    without such locks (NFS), or without the right to read, nobody waits: two writers at once may
-    lose a line of evals.jsonl or a temporary file."""
+    """A context that only one process at a time can enter, to replace files of the directory. Some
+    disks (NFS) have no such locks. There two processes that write at the same time may lose a line
+    of evals.jsonl or a temporary file."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             opened = os.open(directory, os.O_RDONLY)
@@ -2905,7 +2929,7 @@ def locked(directory):
 @functools.cache
 def revision():
     """The git revision of this code, or None."""
-    # through a shell, because a shell raises no error if git is missing
+    # run by a shell, because a shell raises no error if git is missing
     found = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent,
                            capture_output=True, text=True)
     return found.stdout.strip() or None
@@ -2933,18 +2957,19 @@ def read_config(run):
 
 def restore_model(model, weights, path, remedy):
     """Load weights, {name: tensor}, into a model. Raises UserError with the remedy if a tensor is
-    missing, extra, of another shape, not finite or no float. path: the file, for the message."""
-    # Weights that do not say which pixels they expect (older checkpoints) keep those of the model.
+    missing, unexpected, of another shape, not finite or no float. path: the file, for the message.
+    """
+    # Older checkpoints have no constants of pixels. The model then keeps its constants.
     constants = {name: x for name, x in model.state_dict().items() if "pixels." in name}
     try:
         model.load_state_dict(constants | weights)
     except RuntimeError as error:
-        # the first differences of torch's long list; its first line names the class only
+        # torch lists all differences; only the first three are shown
         lines = [textwrap.shorten(line, 150) for line in str(error).splitlines()[1:4]]
         raise UserError(f"{path} holds a model of another size or kind ({' '.join(lines)}): "
                         f"{remedy}.") from None
     for name, x in model.state_dict().items():
-        theirs = weights.get(name, x)  # torch copies integers into floats without an error
+        theirs = weights.get(name, x)  # torch would copy integers into floats without an error
         if x.is_floating_point() > theirs.is_floating_point() or not x.isfinite().all():
             raise UserError(f"{path} holds weights that are NaN, infinite or no floats, {name}: "
                             "give another file.")
@@ -2953,11 +2978,11 @@ def restore_model(model, weights, path, remedy):
 def load_checkpoint(path, map_location="cpu"):
     """Read a checkpoint. Raises UserError if `path` cannot be read.
 
-    A pickle can execute any code when it is read. weights_only=True refuses everything but tensors
-    and plain values. torch raises errors of any type for damaged files. torch.load looks at no
-    checksum; to look takes about a second for a GB, so one rank of a machine does.
+    A pickle can execute any code when it is read. So weights_only=True refuses all values but
+    tensors and plain values. torch raises errors of any type for damaged files. torch.load does not
+    check checksums. One rank of each machine checks them, which takes about a second for a GB.
     """
-    # DINO's checkpoints hold their settings as a Namespace, which is harmless
+    # checkpoints of DINO have their settings in a Namespace, which is harmless
     safe, path = torch.serialization.safe_globals([argparse.Namespace]), Path(path)
     others = [name for name in checkpoints(path.parent) if name != path.name]
     remedy = "begin a new run" if path.name == "last.pt" else "give another file"
@@ -2966,7 +2991,7 @@ def load_checkpoint(path, map_location="cpu"):
         if local_rank()[0] == 0 and zipfile.is_zipfile(path):
             if damaged := zipfile.ZipFile(path).testzip():
                 raise ValueError(f"its part {damaged} is damaged")
-        with contextlib.suppress(pickle.UnpicklingError):  # its text advises weights_only=False
+        with contextlib.suppress(pickle.UnpicklingError):  # torch advises weights_only=False
             return torch.load(path, map_location=map_location, weights_only=True)
         raise ValueError("it holds more than tensors and plain values, or is no file of torch.save")
 
@@ -2977,18 +3002,18 @@ def load_checkpoint(path, map_location="cpu"):
 # global batch. A contrastive loss compares all pairs of the global batch, so the ranks exchange
 # encodings.
 #
-# N ranks must give the gradients of one process on the global batch. Each method file has a gather
-# for its losses. Its backward pass sums the gradients from the losses of all ranks, and DDP
-# averages over ranks: the result is the gradient of the mean loss.
+# N ranks must give the gradients of one process on the global batch. Each method file has a
+# function `gather` for its losses. The backward pass of `gather` sums the gradients from the losses
+# of all ranks. DDP then averages over ranks. So the result is the gradient of the mean loss.
 
 
 def init_distributed():
     """Join the process group of `torchrun`, if there is one. Returns the device of this rank.
 
-    Raises UserError if a cluster started several tasks without torchrun: each task would train a
-    run of its own.
+    Raises UserError if a cluster has started several tasks without torchrun, because each task
+    would train separately.
     """
-    # the numbers of tasks that srun, Open MPI's and MPICH's mpirun, and other launchers set
+    # variables with the number of tasks, of srun, of Open MPI, of MPICH and of other launchers
     names = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"
     tasks = max(int(os.environ.get(name, 1)) for name in names)
     if tasks > 1 and "RANK" not in os.environ:
@@ -2999,9 +3024,9 @@ def init_distributed():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        timeout = datetime.timedelta(minutes=30)  # the others wait while rank 0 saves and draws
-        # Ranks that torchrun has restarted get the store of the ranks that died, and would wait
-        # for the addresses in it. A prefix hides these.
+        timeout = datetime.timedelta(minutes=30)  # other ranks wait while rank 0 saves and draws
+        # Ranks that torchrun has restarted get the store of the ranks that died. They would use the
+        # old addresses in the store. A prefix hides the old addresses.
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, store=store,
@@ -3016,7 +3041,7 @@ def local_rank():
 
 
 def cores_of_rank():
-    """How many of the machine's cores this rank can use."""
+    """The number of cores of the machine that this rank can use."""
     if sys.platform == "darwin":  # macOS cannot bind a process to some of the cores
         return os.cpu_count()
     return len(os.sched_getaffinity(0)) // local_rank()[1]
@@ -3028,11 +3053,11 @@ def this_rank():
 
 
 def wait_for_rank_0():
-    """Let the other ranks wait, for a day at most, until rank 0 calls this function too.
+    """Let the other ranks wait, for at most a day, until rank 0 also calls this function.
 
-    The other ranks must wait while rank 0 draws at the end. If all ranks of a machine end, their
-    torchrun waits 5 minutes for the other machines and then leaves, and rank 0 fails. The ranks
-    wait at the store, because the process group waits only 30 minutes.
+    The other ranks must wait while rank 0 draws at the end. If all ranks of a machine ended, their
+    torchrun would leave after 5 minutes, and rank 0 would fail. The ranks wait at the store,
+    because the process group waits only 30 minutes.
     """
     if dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
@@ -3049,16 +3074,16 @@ def rank_0_prints():
 
 
 def let_rank_0_speak():
-    """Ranks often fail with the same message. All but the first rank of a machine keep silent,
-    until torchrun ends them."""
+    """Let only the first rank of each machine print an error, because ranks often fail with the
+    same message. The other ranks wait until torchrun ends them."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM then ends the process
         time.sleep(10)
 
 
 class SumOverRanks(torch.autograd.Function):
-    """x of each rank -> the sum over all ranks. The backward pass sums the gradients that all ranks
-    have for the sum; DDP averages later. torch's all_reduce has no gradient."""
+    """x of each rank -> the sum over all ranks. The backward pass sums the gradients of all ranks.
+    DDP averages them later. dist.all_reduce of torch has no gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -3084,8 +3109,8 @@ def gather_objects(value):
 def check_ranks(facts):
     """Raise UserError on all ranks if a fact, {name: value}, differs between ranks.
 
-    Ranks exchange gradients alone. Ranks with other settings, data or words would train wrongly,
-    without an error.
+    Ranks exchange only gradients. So ranks with different settings, data or vocabularies would
+    train wrongly, and no error would be raised.
     """
     first, *others = gather_objects(facts)
     for rank, other in enumerate(others, 1):
@@ -3098,7 +3123,8 @@ def check_ranks(facts):
 @contextlib.contextmanager
 def without_tf32():
     """A context in which GPUs compute fp32 operations in fp32. TF32 keeps 10 bits of the mantissa,
-    fp32 23. torch's default is TF32 for convolutions, NVIDIA's containers set it for products."""
+    fp32 keeps 23. torch uses TF32 for convolutions by default. NVIDIA's containers also use TF32
+    for matrix products."""
     with contextlib.ExitStack() as stack:
         for backend in (torch.backends.cudnn, torch.backends.cuda.matmul):
             stack.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
@@ -3109,9 +3135,8 @@ def without_tf32():
 # Weights of others --------------------------------------------------------------------
 #
 # Loading translates the names of tensors and interpolates positions. A file with a missing or an
-# extra tensor is refused; only heads, which are no part of an encoder, are left over. If such a
-# file were loaded, the network would not be the file's, and the results would be wrong without any
-# error.
+# unexpected tensor is refused, because its network is another one, and results would be wrong
+# without an error. Only heads, which are no part of an encoder, may be left over.
 
 CLIP_NAMES = [  # (OpenCLIP's and OpenAI's name, ours)
     ("transformer.resblocks.", "blocks."), (".in_proj_", ".qkv."), (".out_proj.", ".proj."),
@@ -3130,10 +3155,10 @@ def load_clip(encoders, state_dict, tokenizer):
     """Load a CLIP, as OpenCLIP or OpenAI saved it, into the encoders (image, text).
 
     Returns the tensors that are not in the encoders, {name: tensor}, for load_clip_parts. Raises
-    UserError if the file holds another network, or if the tokenizer has other words than the file's
-    text encoder.
+    UserError if the file holds another network, or if the tokenizer has another vocabulary than the
+    text encoder of the file.
     """
-    # "text." begins the names of the text encoder in OpenCLIP's CustomTextCLIP
+    # names of the text encoder begin with "text." in CustomTextCLIP of OpenCLIP
     state = {key.removeprefix("text."): x for key, x in unwrapped(state_dict).items()}
     parts = {key: x for key, x in state.items() if key in CLIP_PARTS}
     rest = {key: x for key, x in state.items() if key not in CLIP_PARTS + OPENAI_ONLY}
@@ -3143,7 +3168,7 @@ def load_clip(encoders, state_dict, tokenizer):
         raise UserError("the file expects CLIP's tokens: give --vocab "
                         "bpe_simple_vocab_16e6.txt.gz.")
 
-    # Nothing in the shapes shows which GELU a model was trained with.
+    # The shapes do not show with which GELU a model was trained.
     modules = [*encoders[0].modules(), *encoders[1].modules()]
     if OPENAI_ONLY[0] in state and any(isinstance(module, nn.GELU) for module in modules):
         raise UserError("OpenAI's weights need QuickGELU: add :quick_gelu=1 to both encoders.")
@@ -3156,11 +3181,11 @@ def load_clip(encoders, state_dict, tokenizer):
 
 
 def unwrapped(state):
-    """The content of a checkpoint -> {name: tensor}, only the weights.
+    """The content of a checkpoint -> {name: tensor} of its weights.
 
-    Training loops save weights together with other things, under a key. DDP and torch.compile put
-    "module." and "_orig_mod." before the names, and a module around the model (Lightning) its own
-    name. Raises UserError if there are no weights.
+    Training loops save weights under a key, beside other values. DDP puts "module." before the
+    names, torch.compile puts "_orig_mod.", and Lightning puts the name of a module. Raises
+    UserError if there are no weights.
     """
     if isinstance(state, dict):
         # "state_dict": OpenCLIP, timm, Lightning; "model": DeiT, BAM; "teacher": DINO
@@ -3179,16 +3204,16 @@ def unwrapped(state):
 def load_encoder(encoder, tensors, names, remedy):
     """Load {name: tensor} of another encoder into `encoder`.
 
-    names: [(their name, ours)]. The positions of a ViT are interpolated to the grid of `encoder`.
-    Blocks that the method replaces are left out, and returned. Raises UserError if a tensor is
-    missing, extra or of another shape. remedy: what to do then.
+    names: [(name in the file, our name)]. The positions of a ViT are interpolated to the grid of
+    `encoder`. Blocks that the method replaces are not loaded, but returned. Raises UserError, with
+    the remedy, if a tensor is missing, unexpected or of another shape.
     """
     found, left_over = {}, {}
     replaced = tuple(f"blocks.{len(encoder.blocks) + i}." for i in range(encoder.left_out))
     for name, value in tensors.items():
         for theirs, ours in names:
             name = name.replace(theirs, ours)
-        # CLIP's [CLS] is (d,) and its positions are (N, d); ours are (1, 1, d) and (1, N, d).
+        # CLIP has [CLS] (d,) and positions (N, d). We have (1, 1, d) and (1, N, d).
         # restore_model refuses a tensor of another width.
         if name in ("cls", "pos") and value.shape[-1:] == (encoder.width,):
             value = value.reshape(1, -1, encoder.width).float()
@@ -3201,11 +3226,11 @@ def load_encoder(encoder, tensors, names, remedy):
 
 
 def load_clip_parts(model, parts):
-    """Copy the tensors that load_clip returned to the model's clip_parameters. Returns the other
-    tensors.
+    """Copy the tensors that load_clip returned into the clip_parameters of the model. Returns the
+    tensors that were not copied.
 
-    Raises UserError if a tensor is missing or has another shape. CLIP's projections are (d, E),
-    ours (E, d).
+    Raises UserError if a tensor is missing or has another shape. Projections of CLIP are (d, E),
+    ours are (E, d).
     """
     parts = dict(parts)
     for name, ours in model.clip_parameters().items():
@@ -3218,14 +3243,15 @@ def load_clip_parts(model, parts):
 
 
 def load_timm(encoder, state_dict):
-    """Load a ViT that timm, DeiT, DINO, BAM or eval.py --export saved, under timm's names, or a
-    ResNet under torchvision's.
+    """Load a ViT with the names of timm, as timm, DeiT, DINO, BAM and eval.py --export save it, or
+    a ResNet with the names of torchvision.
 
-    The encoder gets ImageNet's normalisation of pixels, which these weights expect, unless the file
-    or the encoder's spec says another. Files of DINO and BAM hold a student and a teacher; the
-    teacher is loaded. Files of DINO, BAM, solo-learn and lightly have "backbone." before the names
-    of the encoder, MoCo-v3's "base_encoder.", and heads or a momentum encoder beside it. Returns
-    the tensors that were not loaded, {name: tensor}. Raises UserError if the file does not fit.
+    These weights expect the normalisation of pixels of ImageNet. So the encoder gets it, unless the
+    file or the spec of the encoder names another. Files of DINO and BAM hold a student and a
+    teacher, and the teacher is loaded. Files of DINO, BAM, solo-learn and lightly have "backbone."
+    before the names of the encoder, files of MoCo-v3 have "base_encoder.". These files also hold
+    heads or a momentum encoder. Returns the tensors that were not loaded, {name: tensor}. Raises
+    UserError if the file does not fit.
     """
     state = unwrapped(state_dict)
     found, left_over = {}, {}
@@ -3239,7 +3265,7 @@ def load_timm(encoder, state_dict):
         (left_over if is_left_over else found)[name] = value
     remedy = ("give a file with timm's names (torchvision's for a ResNet), and its width, depth, "
               "[CLS] as --image-encoder, such as ViT-S/16:cls=1")
-    # a name in the spec, such as ViT-B/16:pixels=half, comes before ImageNet's constants
+    # a name in the spec, as in ViT-B/16:pixels=half, replaces the constants of ImageNet
     constants = Pixels(encoder.pixels.name or "imagenet").state_dict()
     found |= {f"pixels.{name}": x for name, x in constants.items()}
     found |= {f"pixels.{name}": state_dict[name] for name in ("mean", "std") if name in state_dict}
@@ -3247,9 +3273,9 @@ def load_timm(encoder, state_dict):
 
 
 def timm_weights(encoder):
-    """A ViT -> {"model": its weights {timm's name: tensor}, "mean", "std": its constants of pixels,
-    (3, 1, 1)}, as load_timm reads them. Raises UserError for an encoder that timm's
-    VisionTransformer cannot represent."""
+    """A ViT -> a dict for load_timm. "model" holds the weights, {name in timm: tensor}. "mean" and
+    "std" hold the constants of pixels, (3, 1, 1). Raises UserError for an encoder that
+    VisionTransformer of timm cannot represent."""
     is_plain = isinstance(encoder, ViT) and isinstance(encoder.patch_embed, nn.Conv2d)
     if not is_plain or encoder.left_out or isinstance(encoder.norm, nn.Identity):
         raise UserError("--export writes a ViT of timm's architecture, but this is a ResNet, or "
@@ -3267,31 +3293,32 @@ def timm_weights(encoder):
 #
 # A source with the content "boxes" also has
 #   queries    a text for each class, "a red circle"
-#   trained    the numbers of the classes to train on: those with a box, but not the rare ones
-#   value(i)   the Boxes of image i; the world has world_boxes instead
+#   trained    the numbers of the classes to train on, which have a box and are not rare
+#   value(i)   the Boxes of image i; a World has world_boxes instead
 
 
 class Boxes(NamedTuple):
-    """The true boxes of an image: left, top, right, bottom, in units of its longer side."""
+    """The true boxes of an image: left, top, right, bottom, divided by the longer side."""
 
     boxes: torch.Tensor         # (n, 4)
     labels: torch.Tensor        # (n,), numbers of classes
-    crowd: torch.Tensor         # (n,), True: a box around many objects
+    crowd: torch.Tensor         # (n,), True for a box around many objects
     size: tuple = (1, 1)        # width and height of the image
-    absent: list | None = None  # see sparc.average_precisions
+    absent: list | None = None  # sparc.average_precisions explains absent and partial
     partial: tuple = ()
 
 
 class BoxTable(CaptionTable):
-    """Images with boxes, of a file like COCO's instances_val2017.json or LVIS's lvis_v1_val.json.
+    """Images with boxes, of a file such as instances_val2017.json of COCO or lvis_v1_val.json of
+    LVIS.
 
-    names: the classes in the order of their ids; categories of one name are one class, because a
-    detector is asked by name. rare: the numbers of the rare classes of LVIS.
-    split: "train" leaves out the boxes of rare classes (SPARC, Sec. 4.5), other splits have them.
+    names: the classes in the order of their ids. Categories with the same name are one class,
+    because a detector gets the name. rare: the numbers of the rare classes of LVIS.
+    split: "train" leaves out the boxes of rare classes (SPARC, Sec. 4.5). Other splits keep them.
 
-    Boxes that no detector can find are left out and counted. Boxes that reach out of the image stay
-    as they are, as in COCO's evaluation. Images without boxes stay, too. Raises UserError for a
-    file of another form.
+    Boxes that no detector can find are left out and counted. Boxes that reach out of the image are
+    kept, as in COCO's evaluation. Images without boxes are kept, too. Raises UserError for a file
+    of another form.
     """
 
     def __init__(self, path, image_root=None, split="train"):
@@ -3301,7 +3328,7 @@ class BoxTable(CaptionTable):
             images = [*by_id(path, "images", data["images"]).values()]
             classes = by_id(path, "categories", data["categories"]).values()
             classes = sorted(classes, key=lambda c: c["id"])
-            # LVIS has no file names, but addresses, http://HOST/val2017/000000397133.jpg
+            # LVIS has addresses in place of file names: http://HOST/val2017/000000397133.jpg
             files = [image.get("file_name") or "/".join(image["coco_url"].split("/")[-2:])
                      for image in images]
             names = [c["name"].replace("_", " ") for c in classes]
@@ -3317,13 +3344,13 @@ class BoxTable(CaptionTable):
                 else:
                     problem = "annotation that has no box in its image, or an unknown category"
                     count_problem(left_out(problem, f"{path}, annotation {a.get('id')}"), skipped)
-            # LVIS looks for few classes in an image
+            # LVIS has annotated only some classes in each image
             absent = [image.get("neg_category_ids") for image in images]
             self.absent = [known and [ids[c] for c in known] for known in absent]
             partial = [image.get("not_exhaustive_category_ids", ()) for image in images]
             self.partial = [[ids[c] for c in known] for known in partial]
             self.rare = [ids[c["id"]] for c in classes if c.get("frequency") == "r"]
-        # crowds teach nothing; boxes of one pixel are shares of the sides
+        # no training uses crowds; boxes of at most one pixel are fractions of the sides
         if all(is_crowd or max(w, h) <= 1 for _, _, is_crowd, _, _, w, h in found):
             raise UserError(f"{path} has no box that can be used: {len(found)} are crowds, or not "
                             f"in pixels (left out: {describe_skipped(skipped) or 'nothing'}).")
@@ -3361,8 +3388,8 @@ class BoxTable(CaptionTable):
 
 
 def is_in_image(box, size):
-    """Whether a box [left, top, width, height] is four numbers, with an area inside an image of
-    this size (width, height)."""
+    """Whether a box is a list [left, top, width, height] that overlaps an image of this size
+    (width, height)."""
     if not isinstance(box, list) or len(box) != 4:
         return False
     (x, y, w, h), (width, height) = box, size
@@ -3382,8 +3409,8 @@ def world_boxes(sample):
 
 
 def squared(image, size):
-    """A PIL image, its longer side resized to `size`, grey to the right of it or below (OWL-ViT's
-    code) -> uint8 (3, size, size)."""
+    """A PIL image -> uint8 (3, size, size). The longer side is resized to `size`. The rest, to the
+    right or below, is grey (OWL-ViT's code)."""
     width, height = [max(1, round(side * size / max(image.size))) for side in image.size]
     page = Image.new("RGB", (size, size), (128, 128, 128))
     page.paste(image.resize((width, height), Image.Resampling.BICUBIC))
@@ -3391,20 +3418,23 @@ def squared(image, size):
 
 
 def check_sides(image, sides):
-    """Raise ValueError if an image has another shape than its annotation. Boxes or a map then lie
-    elsewhere, as in a photo that EXIF turns. sides: width and height of a map, or of the image in
-    the file of its boxes, in any unit."""
+    """Raise ValueError if an image has another aspect ratio than its annotation, for example if
+    EXIF turns the image. Boxes or a map would then be in wrong places. sides: width and height of a
+    map, or of the image in the file of its boxes, in any unit."""
     longer = max(image.size)
     off = [abs(side - longer * other / max(sides)) for side, other in zip(image.size, sides)]
-    if max(off) > max(2, 0.01 * longer):  # a JPEG that is decoded at a part of its size is rounded
+    if max(off) > max(2, 0.01 * longer):  # sides of a JPEG decoded at a smaller size are rounded
         raise ValueError(f"its sides {image.width} x {image.height} do not fit those of its boxes "
                          f"or map, {sides[0]:.4g} x {sides[1]:.4g}: turn the image or these")
 
 
 def crop_boxes(image, truth, size, min_scale, flip=0.5):
-    """A random crop of a PIL image, with min_scale to 1 of its area, mirrored with probability
-    `flip`, `squared` -> uint8 (3, size, size), and the Boxes in it: no crowds, and those of which
-    60 % are left (OWL-ViT's code)."""
+    """A PIL image and its Boxes -> a random crop, uint8 (3, size, size), and the Boxes in the crop.
+
+    The crop has at least min_scale of the area. It is mirrored with probability `flip`, and made
+    square by `squared`. Crowds are dropped. Other boxes are kept if at least 60 % of their area is
+    left (OWL-ViT's code).
+    """
     top, left, height, width = crop = random_crop(image, (min_scale, 1))
     whole = truth.boxes * max(image.size) - torch.tensor([left, top, left, top])
     image = v2.functional.crop(image, *crop)
@@ -3418,10 +3448,11 @@ def crop_boxes(image, truth, size, min_scale, flip=0.5):
 
 
 def box_batch(truths, source, tokenizer, context, others=50):
-    """Boxes of B images -> what sparc.Detector.forward needs, without images.
+    """Boxes of B images -> the inputs of sparc.Detector.forward, without the images.
 
-    An image asks for its own classes and for `others` of source.trained, first for those that LVIS
-    says it lacks. Boxes that overlap by more than .9 are one box with several classes.
+    The queries of an image are its classes and `others` more classes of source.trained. Classes
+    that are absent from the image, as LVIS says, come first. Boxes that overlap by more than .9
+    become one box with several classes.
     """
     asked = []
     for truth in truths:
@@ -3449,10 +3480,10 @@ def box_batch(truths, source, tokenizer, context, others=50):
 
 # The world of shapes -------------------------------------------------------------------
 #
-# Images of coloured shapes with captions, drawn from a seed: the data set `shapes`. It is an
-# instrument: everything that eval.py measures on real data can be measured here within minutes, and
-# without a download. The data are hard enough that the methods differ: captions leave out details,
-# their order and words vary, and some pairs of colour and shape never occur in training.
+# The data set `shapes`: images of coloured shapes with captions, drawn from a seed. Nearly all
+# metrics of eval.py can be measured on `shapes`, within minutes and without a download. The data
+# are so hard that the methods differ. Captions leave out details, their order and words vary, and
+# some pairs of colour and shape never occur in training.
 
 COLOURS = {
     "red": (0.85, 0.15, 0.15), "green": (0.15, 0.65, 0.2), "blue": (0.2, 0.3, 0.9),
@@ -3460,8 +3491,8 @@ COLOURS = {
     "pink": (0.95, 0.6, 0.75), "white": (0.95, 0.95, 0.95),
 }
 # Signed distance functions. Each returns about the distance from the point (u, v) to the outline of
-# the shape; the distance is negative inside. (u, v) is the offset from the centre in radii; v
-# points down.
+# the shape. The distance is negative inside. (u, v) is the offset from the centre, divided by the
+# radius. v points down.
 SHAPES = {
     "circle": lambda u, v: torch.hypot(u, v) - 0.95,
     "square": lambda u, v: torch.maximum(u.abs(), v.abs()) - 0.82,
@@ -3475,8 +3506,8 @@ SHAPES = {
 }
 COLOUR_NAMES, SHAPE_NAMES = list(COLOURS), list(SHAPES)
 # Fillers describe nothing in the picture, like many words of web captions. A method must learn to
-# ignore fillers. Ten empty strings in each list leave about half of the captions without an
-# opening, and half without a closing.
+# ignore fillers. Each list has ten empty strings. So about half of the captions have no opening,
+# and half have no closing.
 OPENINGS = [""] * 10 + [
     "a photo of", "a picture of", "there is", "we see", "this image shows", "an image with",
     "my favourite photo of", "look at", "in this scene there is", "here we have", "close view of",
@@ -3499,24 +3530,24 @@ SPLITS = {"train": range(0, 8), "val": range(8, 9), "test": range(9, 10)}  # ten
 class World:
     """The world of shapes: coloured shapes with captions, drawn from a seed.
 
-    Its fields are the settings of `shapes:...`. B scenes of at most K objects are a dict of
-    tensors: present, colour, shape, large, radius (B, K), and centre (B, K, 2) as (x, y); radius
+    The fields are the settings of the SPEC `shapes`. B scenes of at most K objects are a dict of
+    tensors: present, colour, shape, large, radius (B, K), and centre (B, K, 2) as (x, y). Radius
     and centre are in pixels.
 
-    A hash of the objects and their positions puts a scene into train, val or test, so that no two
-    splits share a scene. `heldout` pairs of colour and shape never occur in train. Only a model
-    that composes colour and shape can recognise these pairs.
+    A hash of the objects and their positions puts a scene into train, val or test. So no two splits
+    share a scene. `heldout` pairs of colour and shape never occur in train. Only a model that
+    composes colour and shape can recognise these pairs.
 
     Raises UserError for settings out of their range.
     """
 
     size: int = 48            # side of a picture in pixels
-    objects: int = 3          # a picture has 1 to this many objects
+    objects: int = 3          # largest number of objects in a picture
     noise: float = 0.04       # standard deviation of the smooth noise on the background
     background: float = 0.25  # largest difference of the background colours of two pictures
-    small: float = 0.14       # radius of a small object, as a fraction of the picture's side
-    large: float = 0.20       # radius of a large object, as a fraction of the picture's side
-    palette: int = 8          # number of colours that objects have; tasks test all 8
+    small: float = 0.14       # radius of a small object / side of the picture
+    large: float = 0.20       # radius of a large object / side of the picture
+    palette: int = 8          # number of colours that objects have; tasks test all 8 colours
     heldout: int = 6          # number of colour-shape pairs, of 64, that training never shows
     together: float = 0.0     # share of training scenes whose second object depends on the first
     fillers: bool = True      # whether captions have openings and closings, which describe nothing
@@ -3535,14 +3566,14 @@ class World:
         self.fingerprint = repr(self)
         # The picture is a grid of cells x cells, and a cell has at most one object.
         self.cells = max(2, math.ceil(math.sqrt(self.objects)))
-        # A radius is at least 2 pixels, and so small that no object hides another object in the
-        # next cell.
+        # A radius is at least 2 pixels. It is so small that no object covers an object in the next
+        # cell.
         low, high = 2.2 / self.size, 0.64 / self.cells
         if not low <= self.small < self.large <= high:
             raise UserError(
                 f"shapes: small={self.small} must be less than large={self.large}, both from "
                 f"{low:.3f} to {high:.3f} with size={self.size} and objects={self.objects}.")
-        # The pairs use all eight colours before a colour comes again, with another shape.
+        # The pairs use all eight colours before they use a colour again, with another shape.
         self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
         # a box has the class 8 * colour + shape
         kinds = [*itertools.product(range(8), range(8))]
@@ -3560,9 +3591,9 @@ class World:
             heldout[colour, shape] = True
         parts, kept = [], 0
         while kept < n:
-            # A hash decides the split of a scene. So scenes of all splits are drawn, and the scenes
-            # of this split are kept, on average len(SPLITS[split]) of 10. m is 20 % more than the
-            # missing scenes need on average.
+            # A hash decides the split of a scene. So scenes of all splits are drawn, and only those
+            # of this split are kept, on average len(SPLITS[split]) of 10. m is 20 % larger than
+            # needed on average.
             m = max(64, math.ceil((n - kept) * 10 / len(SPLITS[split]) * 1.2))
             scene = self.draw(m, generator, objects, self.together if split == "train" else 0)
             keep = self.in_split(scene, split)
@@ -3573,8 +3604,8 @@ class World:
         return {name: torch.cat([part[name] for part in parts])[:n] for name in parts[0]}
 
     def draw(self, m, generator, objects, together):
-        """Draw m scenes of all splits. The argument `together` is used in place of self.together.
-        See the method `scenes` for `objects`."""
+        """Draw m scenes of all splits. `together` replaces self.together. The method `scenes`
+        explains `objects`."""
         K = self.objects
 
         def rand(*shape):
@@ -3606,8 +3637,8 @@ class World:
                 first = values[pair, 0]
                 values[pair, 1] = torch.where(first ^ 1 < n, first ^ 1, first)
 
-        # Each object gets a cell of its own, a radius that varies by 10 %, and a random place. The
-        # object stays inside its cell if it is not larger than the cell.
+        # Each object has a cell of its own, a radius that varies by 10 %, and a random place. The
+        # object stays inside its cell unless it is larger than the cell.
         cell = rand(m, self.cells**2).argsort(1)[:, :K]
         radius = torch.where(large, self.large, self.small) * self.size
         radius = radius * (1 + 0.2 * (rand(m, K) - 0.5))
@@ -3621,8 +3652,8 @@ class World:
     def in_split(self, scene, split):
         """Scenes -> (B,) bool, whether a scene belongs to the split.
 
-        The hash is a sum over objects, so that the order of the objects does not matter: a scene
-        and the same scene in another order belong to one split.
+        The hash is a sum over objects, so that the order of the objects does not matter. A scene
+        and the same scene in another order belong to the same split.
         """
         x, y = scene["centre"].long().unbind(-1)
         code = (scene["colour"] * 8 + scene["shape"]) * 2 + scene["large"]
@@ -3641,7 +3672,7 @@ class World:
         colour = torch.rand(B, 3, 1, 1, generator=generator) - 0.5
         noise = torch.randn(B, 3, S // 2 + 1, S // 2 + 1, generator=generator)
         noise = F.interpolate(noise, scale_factor=2, mode="bilinear")[..., :S, :S]
-        # 1.6, because the interpolation divides the standard deviation by about 1.6
+        # The interpolation divides the standard deviation by about 1.6, so 1.6 multiplies it.
         images = 0.275 + self.background * colour + self.noise * 1.6 * noise
 
         offset = torch.arange(S) + 0.5 - scene["centre"][..., None]
@@ -3651,7 +3682,7 @@ class World:
         rgb = rgb.clamp(max=1)                               # (B, K, 3)
         segmentation = torch.zeros(B, S, S, dtype=torch.long)
 
-        # Each step draws object k of all scenes in which object k has this shape: b of B scenes.
+        # Each step draws object k in the b of B scenes in which object k has this shape.
         for shape, k in itertools.product(range(8), range(K)):
             has_shape = scene["present"][:, k] & (scene["shape"][:, k] == shape)
             rows = torch.nonzero(has_shape)[:, 0]
@@ -3665,8 +3696,8 @@ class World:
         return images.clamp_(0, 1), segmentation
 
     def objects_of(self, scene):
-        """Scenes -> a list of objects for each scene. An object is a dict: the words colour, shape
-        and size, and the centre x, y in pixels."""
+        """Scenes -> a list of objects for each scene. An object is a dict with the words for
+        colour, shape and size, and with the centre x, y in pixels."""
         names = ("present", "colour", "shape", "large", "centre")
         lists = []
         for rows in zip(*(scene[name].tolist() for name in names)):
@@ -3711,7 +3742,7 @@ class World:
     def noun(self, o, rng, count=1):
         """An object in words, or `count` equal objects, such as "a red circle" or "two stars".
 
-        The colour is left out at times, and the size often, as people do.
+        Some nouns leave out the colour, and many leave out the size, as people do.
         """
         words = []
         if count == 1 and rng.random() < P_SIZE:
@@ -3749,10 +3780,10 @@ class World:
     def hard_negatives(self, objects, rng):
         """The objects of a scene -> {kind: (true caption, false caption)}.
 
-        The kinds are SugarCrepe's seven. The false caption replaces an object, an attribute or a
-        relation, swaps two objects or attributes, or adds an object or an attribute. A kind is left
-        out if its false caption could be true for this scene, or if the scene has no second object
-        that the kind needs.
+        The kinds are the seven kinds of SugarCrepe. The false caption replaces an object, an
+        attribute or a relation, swaps two objects or attributes, or adds an object or an attribute.
+        A kind is left out if its false caption could be true for this scene. A kind that needs a
+        second object is left out if the scene has only one object.
         """
         a = rng.choice(objects)
         kinds = [(o["colour"], o["shape"]) for o in objects]
@@ -3794,8 +3825,8 @@ class World:
 
 
 def holds(a, relation, b):
-    """Whether the centre of object a is `relation` ("left of", ...) the centre of b, by more than 6
-    pixels: a smaller difference would be hard to see."""
+    """Whether object a is `relation` of object b, for example "left of". The centres must differ by
+    more than 6 pixels, because a smaller difference is hard to see."""
     dx, dy = RELATIONS[relation]
     return (a["x"] - b["x"]) * dx + (a["y"] - b["y"]) * dy > 6
 
@@ -3813,8 +3844,8 @@ def plural(shape):
 def made_up_word(i):
     """Word number i of 4,900, made of two syllables. Made-up words enlarge the vocabulary by words
     that describe nothing."""
-    # 1987 and 4900 have no common divisor, so this is a permutation. Without it, the first 70 words
-    # would begin with the same syllable.
+    # 1987 and 4900 have no common divisor, so this line permutes the numbers. Otherwise the first
+    # 70 words would begin with the same syllable.
     i = i * 1987 % 4900
     syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
     return syllables[i // 70] + syllables[i % 70]
