@@ -2305,7 +2305,7 @@ def best_words(words, scores):
     out."""
     best, ids = scores.topk(min(20, len(words)))
     pairs = zip(ids.tolist(), best.tolist())
-    return ", ".join(f"{words[k]} {score:.2f}" for k, score in pairs if score > 0) or "no word"
+    return "  ".join(f"{words[k]}={score:.2f}" for k, score in pairs if score > 0) or "no word"
 
 
 def draw_words(embedder, data):
@@ -2313,7 +2313,7 @@ def draw_words(embedder, data):
     images, captions = take(embedder, data, 16)
     x, cells = embedder.encode_batches([images], embedder.model.image_encoding), []
     for image, caption, scores in zip(images, captions, vocabulary_scores(embedder, x)):
-        words = draw_text(best_words(embedder.tokenizer.vocab, scores), 224)
+        words = draw_text(best_words(embedder.tokenizer.vocab, scores), 336)
         cells.append((join([to_picture(image), words]), caption))
     title = "The 20 words that score highest for an image, and their scores."
     note = ("A score is the weight of the word, before the encoding gets length 1. The model does "

@@ -1003,7 +1003,7 @@ def rows_of(monkeypatch, draw, *arguments):
 
 def test_the_words_of_an_encoding_are_listed_the_best_first():
     scores = torch.tensor([0.5, 0, 2, -math.inf])
-    assert evaluation.best_words(["a", "b", "c", "d"], scores) == "c 2.00, a 0.50"
+    assert evaluation.best_words(["a", "b", "c", "d"], scores) == "c=2.00  a=0.50"
     assert evaluation.best_words(["a"], torch.zeros(1)) == "no word"
 
 
