@@ -666,9 +666,9 @@ class Log:
     def write(self, record, warning):
         """Append a step's record; print each warning once."""
         step = record["step"]
-        plain = common.without_nan(record)  # a gradient that overflowed in fp16 is null
+        line = json.dumps(common.without_nan(record), allow_nan=False)  # NaN and infinity: null
         with common.writing(self.path), open(self.path, "a") as file:
-            file.write(json.dumps(plain, allow_nan=False) + "\n")
+            file.write(f"{line}\n")
             file.flush()
             os.fsync(file.fileno())  # the next checkpoint relies on this line
         args, rate = self.args, record["images_per_s"]
@@ -1461,8 +1461,7 @@ def evaluate_unnoticed(args, embedder, eval_data, step):
         metrics = evaluation.evaluate(embedder, eval_data, options)
     embedder.model.train()
     names = [name for name in metrics if "/" not in name or name.endswith("R@1")]
-    shown = ", ".join(f"{name} {metrics[name]:.3f}" for name in names)
-    print(f"step {step}: {shown}")
+    print(f"step {step}:", ", ".join(f"{name} {metrics[name]:.3f}" for name in names))
     return metrics
 
 
@@ -1493,11 +1492,10 @@ def finish(args, embedder, eval_data, progress):
         embedder.model.eval()
         embedder.step = progress.step
         evaluation.evaluate_and_show(embedder, eval_data, options, args.out, failed)
-    words = "a red ring" if evaluation.is_shapes(args.data) else "a dog"
-    is_searcher = embedder.tokenizer and not embedder.model.detect  # a detector cannot search
-    flags = f' --query "{words}"' if is_searcher else ""
-    if eval_data is None and not flags:  # a probe needs labels, which these images do not have
-        flags = " --data TEST --train-data TRAIN"
+    # a probe needs labels, which the images of this run do not have if eval_data is None
+    flags = " --data TEST --train-data TRAIN" if eval_data is None else ""
+    if embedder.tokenizer and not embedder.model.detect:  # a detector cannot search
+        flags = ' --query "a red ring"' if evaluation.is_shapes(args.data) else ' --query "a dog"'
     print(f"{args.out} holds the weights, the log and the pictures. To train longer, add --resume "
           f"--out {shlex.quote(args.out)} and more --steps. Next:\n"
           f"python eval.py {shlex.quote(args.out)}{flags}")
