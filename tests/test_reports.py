@@ -382,6 +382,7 @@ def test_one_image_and_one_caption_have_maps(run_of, tmp_path, monkeypatch, caps
 def test_a_run_that_fails_does_not_stop_the_evaluation_of_others(run_of, tmp_path, capsys):
     runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("sparc", "stair", "bam")]
     (runs[0] / "last.pt").write_bytes(b"")
+    capsys.readouterr()
     with pytest.raises(common.UserError, match="sparc: .*last.pt cannot be read.*bam: On shapes"):
         evaluation.main([*map(str, runs), "--task", "zeroshot"])
     assert capsys.readouterr().out.count("  zeroshot  ") == 1
