@@ -603,13 +603,12 @@ def write_run(args, tokenizer, out, step):
 
 
 def announce(args, data, model, tokenizer, device, progress):
-    """Print what begins. Raises UserError if the vocabulary does not fit the captions."""
+    """Print facts about the run. Raises UserError if the vocabulary does not fit the captions."""
     params = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"{args.out}: --method {args.method} --preset {args.preset}")
-    print(f"{params:.1f} M parameters on {device}; ranks: {this_rank()[1]}; of each rank: threads: "
-          f"{torch.get_num_threads()}, --workers {args.workers}")
-    if args.resume:
-        print(f"{progress.step} of {args.steps} steps of the run are done.")
+    print(f"{args.out}: --method {args.method} --preset {args.preset}. {progress.step} of "
+          f"{args.steps} steps are done.")
+    print(f"{params:.1f} M parameters on {device}; ranks: {this_rank()[1]}; threads of a rank: "
+          f"{torch.get_num_threads()}; --workers {args.workers}")
     if isinstance(data, common.CaptionTable):
         print(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
     if tokenizer:

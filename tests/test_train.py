@@ -419,7 +419,7 @@ def test_a_run_shows_and_keeps_the_number_of_its_workers(tmp_path, monkeypatch, 
     monkeypatch.setattr(train, "MOST_WORKERS", 1)
     flags = [*SPARC, "--data", write_table(tmp_path, 16), "--image-size", 16, "--out"]
     train_alone([*flags, tmp_path / "run", "--steps", 1])
-    assert "ranks: 1; of each rank: threads: 1, --workers 1\n" in capsys.readouterr().out
+    assert "ranks: 1; threads of a rank: 1; --workers 1\n" in capsys.readouterr().out
     monkeypatch.setattr(train, "MOST_WORKERS", 0)
     for more in ([], ["--workers", 0]):
         train_alone([*flags, tmp_path / "run", "--steps", 2, "--resume", *more])
@@ -497,10 +497,11 @@ def test_resume_notices_changed_words_and_changed_data_of_equal_size(tmp_path, c
             command(run)
 
 
-def test_a_resumed_run_names_its_own_command_and_directory(run, tmp_path, monkeypatch):
+def test_a_resumed_run_names_its_own_command_and_directory(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", "--resume", "--out", "run"])
     train_alone(["--resume", "--out", "run"])
+    assert "6 of 6 steps are done." in capsys.readouterr().out
     config = common.read_config(run)
     assert (config["argv"], config["directory"]) == (sys.argv, str(tmp_path))
     assert config["steps"] == 6
