@@ -3087,7 +3087,7 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        # all_reduce writes into its tensor, and autograd may use the same tensor elsewhere
+        # all_reduce would change x, which autograd may still need
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total
@@ -3147,7 +3147,7 @@ CLIP_NAMES = [  # (OpenCLIP's and OpenAI's name, ours)
 # CLIP's tensors outside the encoders
 CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")
 OPENAI_ONLY = ("input_resolution", "context_length", "vocab_size")  # tensors that are no weights
-TIMM_NAMES = [  # (the name in timm's VisionTransformer, ours), where they differ
+TIMM_NAMES = [  # (name in VisionTransformer of timm, our name), if they differ
     ("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
 
 

@@ -685,7 +685,7 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
 # EvalSet is None if the data have no such pairs.
 
 TEMPLATES = ["a photo of {a}.", "{a}", "a close-up of {a}.", "a picture of {a}."]
-BROKEN = OSError, SyntaxError, ValueError  # what PIL raises for files that it cannot read
+BROKEN = OSError, SyntaxError, ValueError  # errors of PIL for files that it cannot read
 VOC_CLASSES = [
     "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow",
     "dining table", "dog", "horse", "motorbike", "person", "potted plant", "sheep", "sofa", "train",
@@ -1785,7 +1785,7 @@ def headlines(embedder, data, options, tasks=("zeroshot", "retrieval", "negative
 
 
 def slots(embedder, data, options):
-    """Metrics with the best slots alone, which --select chooses (SPARO, Sec. 5.1).
+    """Metrics with only the best slots, which are chosen on --select (SPARO, Sec. 5.1).
 
     Each slot alone classifies the images of --select. The slots are ranked by this zero-shot
     accuracy. Then subsets of the slots are evaluated on --data."""

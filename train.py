@@ -126,8 +126,8 @@ class Config:
     image_root: str | None = None
     # SPEC of the data on which the run is evaluated at the end. Without --eval-data the run is
     # evaluated on the test split of --data. If --data has no splits, the training images are the
-    # test images. Shards (.tar) are not evaluated on without --eval-data. BAM and DINO are not
-    # evaluated on files without --eval-data
+    # test images. There is no evaluation without --eval-data if --data are shards (.tar), or if BAM
+    # or DINO train on files
     eval_data: str | None = None
     # vocabulary file: vocab.txt of BERT, or bpe_simple_vocab_16e6.txt.gz of CLIP. Without --vocab a
     # new vocabulary is trained on the captions of --data
@@ -1518,7 +1518,7 @@ def dry_run(args, method, model):
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
     # a backward pass costs two forward passes; a teacher has none
     hours = args.batch * args.steps * 3 * in_batch / H100 / 3600
-    # weights, moments, gradients, and what the forward pass keeps for each sample of a rank
+    # weights, moments, gradients, and the tensors that the forward pass keeps for a rank's samples
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     of_rank = args.batch // args.dry_run
     memory = checkpoint_size(args, model) + gradients + (kept[1] - kept[0]) / 2 * of_rank
