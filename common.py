@@ -625,7 +625,7 @@ class Method:
     box_refreshes = lambda self, args: ()  # steps before which train.py calls Model.boxes
 
     def __init__(self, module):
-        self.Settings = module.Config  # for a module that has no Settings
+        self.Settings = module.Config  # replaced by Settings of the module, if there is one
         vars(self).update(vars(module))  # functions of the module hide the defaults of the class
 
 
@@ -765,7 +765,7 @@ def copy_encoder(encoder, source, run):
 # docstring of BPE names two exceptions.
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-MAX_WORD = 100  # characters; a longer word becomes [UNK], as in BERT
+MAX_WORD = 100  # longest word, in characters; a longer word becomes [UNK], as in BERT
 # the code points of Chinese characters, as in Hugging Face's BERT
 CJK = [(0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B81F),
        (0x2B920, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F)]
@@ -876,9 +876,9 @@ def read_vocabulary(path):
 class WordPiece(Tokenizer):
     """BERT's uncased tokenizer, which splits a word into tokens of the vocabulary.
 
-    Accents and other marks are dropped, unless a token of the vocabulary has a mark, as in a
-    vocabulary of train_wordpiece. With a vocabulary that has [MASK], as those of BERT, marks are
-    always dropped.
+    Accents and other marks are dropped, unless a token of the vocabulary has a mark. A vocabulary
+    of train_wordpiece may have such tokens. A vocabulary with [MASK] is one of BERT, so that marks
+    are always dropped.
 
     The first token is the longest token at the start of the word. Each later token is the longest
     token that continues the word. Tokens that continue a word begin with ##:
@@ -1653,12 +1653,12 @@ class CaptionTable:
             if row.split not in kept:
                 continue
             path = os.path.join(root, row.file)
-            if "//" in path or "/./" in path or path.startswith("./"):  # Path() for all is slow
+            if "//" in path or "/./" in path or path.startswith("./"):  # Path() is slow
                 path = str(Path(path))
             if row.number is not None and path not in captions:
                 labels.append(row.number)
             below = path.removeprefix(directory).lstrip("/")
-            last = "/".join(below.rsplit("/", 2)[-2:])  # 1.jpg is in each class folder
+            last = "/".join(below.rsplit("/", 2)[-2:])  # many class folders have a 1.jpg
             for caption in clean_captions(row.value):
                 if caption or content is None:
                     captions[path].append(caption)
@@ -2280,7 +2280,7 @@ def open_directory(directory, content, *_):
     entries = list_directory(directory)
     classes = sorted(entry.name for entry in entries if is_directory(entry))
     if all(map(str.isdecimal, classes)):
-        classes.sort(key=int)  # 2 before 10, so that a folder's label is its number
+        classes.sort(key=int)  # 2 comes before 10, so that the label of a folder is its number
     files = sorted(entry.path for entry in entries if not is_directory(entry))
     if content is None and (not classes or any(map(is_image, files))):
         return CaptionTable(rows_of_images(directory, "an image"), directory)
@@ -2643,7 +2643,7 @@ class Stream(IterableDataset):
         else:
             part = {"images": torch.stack(images)}
         if self.source.content == "boxes":
-            part["truths"] = pickle.dumps(values)  # one message for many small tensors
+            part["truths"] = pickle.dumps(values)  # many small tensors are slow to send
         elif self.tokenizer:
             part["tokens"], part["mask"] = self.tokenizer.batch(values, self.context)
             part["captions"] = list(values)
@@ -2674,7 +2674,7 @@ class Stream(IterableDataset):
 
     def joined(self, name, values):
         """Join the values that the parts of a batch have under one name."""
-        if name == "position":  # the last part of a worker counts
+        if name == "position":  # the position in the last part of a worker is valid
             return {worker: x for value in values for worker, x in value.items()}
         if name == "captions":
             return [caption for value in values for caption in value]
@@ -2682,7 +2682,7 @@ class Stream(IterableDataset):
             return [truth for value in values for truth in pickle.loads(value)]
         if name == "views":
             return [torch.cat(column) for column in zip(*values)]
-        if name in ("tokens", "mask"):  # each part is as long as its longest caption
+        if name in ("tokens", "mask"):  # parts have different lengths
             longest, pad = max(x.shape[1] for x in values), self.tokenizer.pad * (name == "tokens")
             values = [F.pad(x, (0, longest - x.shape[1]), value=pad) for x in values]
         return torch.cat(values)
@@ -2775,7 +2775,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}: see --help.")
 
 
-@functools.cache  # inspect searches the file for the source of a class
+@functools.cache  # cached, because inspect searches the whole file for a class
 def comments_of(config_class):
     """{field of a dataclass: the comment behind it, or the comment lines above it}."""
     pattern = r"^((?:    # .*\n)*)    (\w+): [^#\n]*(?:# (.*))?$"
@@ -3401,7 +3401,7 @@ def world_boxes(sample):
     scene, segmentation, found = sample["scene"], sample["segmentation"], []
     labels = scene["colour"] * 8 + scene["shape"]
     for i, ids in enumerate(segmentation):
-        seen = ids.unique()[int((ids == 0).any()) :] - 1                    # without the background
+        seen = ids.unique()[int((ids == 0).any()) :] - 1                    # without background
         boxes = masks_to_boxes(ids == seen[:, None, None] + 1)              # of first, last pixels
         boxes = (boxes + torch.tensor([0, 0, 1, 1])).double() / len(ids)
         found.append(Boxes(boxes, labels[i, seen], torch.zeros(len(seen), dtype=torch.bool)))
@@ -3672,7 +3672,7 @@ class World:
         colour = torch.rand(B, 3, 1, 1, generator=generator) - 0.5
         noise = torch.randn(B, 3, S // 2 + 1, S // 2 + 1, generator=generator)
         noise = F.interpolate(noise, scale_factor=2, mode="bilinear")[..., :S, :S]
-        # The interpolation divides the standard deviation by about 1.6, so 1.6 multiplies it.
+        # The interpolation divides the standard deviation by about 1.6. The factor 1.6 undoes this.
         images = 0.275 + self.background * colour + self.noise * 1.6 * noise
 
         offset = torch.arange(S) + 0.5 - scene["centre"][..., None]

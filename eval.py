@@ -91,7 +91,7 @@ def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
             best = s.masked_fill(~positive, -torch.inf).amax(1, keepdim=True)
             # the rank of the best positive key, from 0: the number of negative keys before it
             rank = (s.masked_fill(positive, -torch.inf) >= best).sum(1)
-            ranks.append(rank.where(positive.any(1), torch.inf))  # inf: there is no positive key
+            ranks.append(rank.where(positive.any(1), torch.inf))  # without a positive key
     ranks = torch.cat(ranks)
     return {k: (ranks < k).sum().item() / len(queries) for k in (1, 5, 10)}
 
@@ -456,7 +456,7 @@ class Embedder:
                 piece = part[rank * size : (rank + 1) * size]
                 mine = len(part), compute(piece) if piece else None
                 found = common.gather_objects(mine) if ranks > 1 else [mine]
-                if len({n for n, _ in found}) > 1:  # some items would count twice or not at all
+                if len({n for n, _ in found}) > 1:  # ranks that disagree would lose or repeat items
                     raise UserError(f"Ranks found different numbers of {what} to encode: give all "
                                     f"ranks the same files.")
                 yield part, [result for _, result in found if result]
@@ -504,7 +504,7 @@ class Embedder:
         UserError for another argument, or if an image cannot be read.
         """
         images = as_list(images)
-        some = images or [torch.zeros(3, self.image_size, self.image_size)]  # tells the width E
+        some = images or [torch.zeros(3, self.image_size, self.image_size)]  # to get the width E
         pairs = zip(some, itertools.repeat(None))
         return self.encode_pairs(pairs, encode, read=self.read_given)[0][: len(images)]
 
@@ -1809,8 +1809,7 @@ def slots(embedder, data, options):
 @torch.no_grad()
 def attention_of_slots(embedder, images, captions):
     """n images (n, 3, S, S) and their captions -> token ids of the captions (n, length), the
-    weights that each slot gives to the patches (n, L, P), and what sparo.slot_words returns about
-    the word of each slot."""
+    weights that each slot gives to the patches (n, L, P), and the results of sparo.slot_words."""
     tokens, mask = embedder.tokenize(captions)
     attention = embedder.model.attend(images.to(embedder.device), tokens, mask)
     over_image, over_text, y_i, y_t = [x.cpu() for x in attention]
@@ -1891,7 +1890,7 @@ def vocabulary_scores(embedder, x):
     """
     tokenizer = embedder.tokenizer
     vocab, ids, no_words = tokenizer.vocab, tokenizer.ids, [*tokenizer.special]
-    if embedder.model.encode_words is None:  # any method but STAIR
+    if embedder.model.encode_words is None:  # all methods but STAIR
         words = [token.removeprefix("##").removesuffix("##") for token in vocab]
         no_words += [k for k, word in enumerate(words) if word != vocab[k] and word in ids]
         x = embedder.similarity(x, embedder.texts(words))                   # (n, |V|)
@@ -2352,7 +2351,7 @@ def as_read(tokenizer, tokens, mask, captions):
     pairs = []
     for ids, kept, caption in zip(tokens.cpu(), mask.cpu(), captions):
         read = ids[kept].tolist()
-        cut = tokenizer.encode(caption)[len(read) - 1 : -1]  # between the last token and [SEP]
+        cut = tokenizer.encode(caption)[len(read) - 1 : -1]  # the tokens that are not read
         pairs.append((spelled(tokenizer, read), spelled(tokenizer, cut)))
     return pairs
 
@@ -2480,7 +2479,7 @@ def evaluate_and_show(embedder, data, options, run, failed):
             write_line(run, metrics_record(embedder, data, options, so_far), is_complete=False)
 
     result = evaluate(embedder, data, options, report, failed)
-    is_complete = len(failed) == before  # no task has failed
+    is_complete = len(failed) == before  # true if no task has failed
     print_notes(embedder, data)
     if result:  # a command that only draws has no metrics
         record = metrics_record(embedder, data, options, result)
@@ -2568,7 +2567,7 @@ def output_path(run, options, name):
     if options.is_own:
         return Path(run, name)
     data = path_words(options.data)
-    split = "" if options.split == "all" else f"{options.split}-"  # "all": data without splits
+    split = "" if options.split == "all" else f"{options.split}-"  # "all": there are no splits
     return Path(run, f"{data}-{split}{name}")
 
 
@@ -2610,7 +2609,7 @@ class CosineIndex:
 
     def add(self, ids, x):
         """Add n images: a list of their ids, and their encodings (n, ...)."""
-        self.ids.extend(ids)  # += would add the numbers of an array
+        self.ids.extend(ids)  # extend, because += with an array would add numbers
         self.parts.append(x)
 
     def search(self, query, k):
@@ -2737,7 +2736,7 @@ def parse_args(argv=None):
     parser = common.Parser(usage="eval.py RUN [RUN ...] [--FLAG VALUE ...]; --help lists the flags",
                            description=__doc__.partition("\n\nA map")[0],
                            epilog=f"tasks:\n{list_rows(TASKS)}\n\npictures:\n{list_rows(PICTURES)}")
-    parser.add_argument("runs", nargs="+", metavar="run", type=os.path.normpath,  # a and a/
+    parser.add_argument("runs", nargs="+", metavar="run", type=os.path.normpath,  # "a/" becomes "a"
                         help="directory of a run that train.py has trained")
     common.add_flags(parser, Flags, GROUPS, "data")
     given = vars(parser.parse_args(argv))
@@ -2780,7 +2779,7 @@ def evaluate_run(run, given, device, failed):
     embedder.chunk, embedder.workers = options.batch, options.workers
     embedder.tells = bool(options.query)  # an evaluation prints its counts at the end
     embedder.amp = options.amp
-    captions = embedder.tokenizer is not None and not options.query  # a search needs none
+    captions = embedder.tokenizer is not None and not options.query  # a search needs no captions
     data = open_eval_set(options, embedder.image_size, captions)
     so_far = "" if embedder.step == args.steps else f", step {embedder.step} of {args.steps},"
     print(f"{run}{so_far} on {describe(options)}:")

@@ -258,12 +258,12 @@ def train(args, out, device):
         announce(args, data, model, tokenizer, device, progress)
         write_run(args, tokenizer, out, progress.step)
     log, stop, clock, batches = Log(args, out, progress.step), Stop(), Clock(), None
-    if common.gather_objects(log.last < progress.record.get("step", 0))[0]:  # killed after it saved
+    if common.gather_objects(log.last < progress.record.get("step", 0))[0]:  # killed after a save
         end_step(args, data, embedder, eval_data, log, progress, scaler)
 
     if args.steps == 0:  # the evaluation needs no update
         save(args, model, build_optimizer(args, model, None), scaler, progress)
-    for number, start, end, lr in stages_of(args, progress.step):  # STAIR has three, others one
+    for number, start, end, lr in stages_of(args, progress.step):  # STAIR has three stages
         progress.stage, steps = number, end - start
         model.begin_stage(number, fresh=progress.step == start)
         optimizer = build_optimizer(args, model, saved if progress.step > start else None)
@@ -274,7 +274,7 @@ def train(args, out, device):
         while progress.step < end:
             # BAM crops in boxes around what [CLS] attends to. --bench times updates without boxes.
             if progress.needs_boxes(method.box_refreshes(args)) and not args.bench:
-                batches = None  # ends the workers, which crop by the old boxes
+                batches = None  # ends the workers, which crop in the old boxes
                 boxes, stopping = find_boxes(args, data, model, device, autocast, stop)
                 if stopping:  # the resumed run will look for the boxes again
                     save(args, model, optimizer, scaler, progress)
@@ -287,7 +287,7 @@ def train(args, out, device):
             batch = common.distort(clock.wait_for(batches))
             if progress.step == 0 and not args.bench:
                 show_first_batch(args, tokenizer, batch)
-            step = progress.step - start  # within the stage
+            step = progress.step - start  # number of steps since the start of the stage
             set_schedules(optimizer, args, step, steps, lr)
 
             # The forward pass. Encoders compute in half precision, the loss in fp32. Matrix
@@ -665,7 +665,7 @@ class Log:
     def write(self, record, warning):
         """Append a step's record; print each warning once."""
         step = record["step"]
-        line = json.dumps(common.without_nan(record), allow_nan=False)  # NaN and infinity: null
+        line = json.dumps(common.without_nan(record), allow_nan=False)  # NaN becomes null
         with common.writing(self.path), open(self.path, "a") as file:
             file.write(f"{line}\n")
             file.flush()
@@ -748,7 +748,7 @@ def check_method(args):
 def choose_labels(args, data):
     """The labelled data, or the part of the data that --label-fraction chooses. Sets args.classes
     to the names of the classes."""
-    given = args.classes  # from --classes, or from the resumed run
+    given = args.classes  # names of --classes, or of the resumed run
     args.classes = list(data.classes or given or ())
     if not args.classes:
         raise UserError(f"The classes of {args.data} have no names: give --classes FILE with one "
@@ -843,7 +843,7 @@ def initial_encoders(args, method, tokenizer):
         if method.uses_text(args):
             common.copy_encoder(encoders[1], source.text_encoder, args.finetune)
             projection = source.clip_parameters()["text_projection"]
-            parts = {"text_projection": projection.t()}  # as CLIP has it
+            parts = {"text_projection": projection.t()}  # CLIP has the transposed matrix
     if args.init_weights:
         with common.explained(UserError, "--init-weights"):
             weights = common.load_checkpoint(args.init_weights)
@@ -952,7 +952,7 @@ def read_in_workers(dataset, workers, ahead=2):
     """Yield the items of an IterableDataset, which `workers` processes read. Each process reads
     `ahead` items in advance."""
     place = tempfile.gettempdir()
-    if workers and len(os.fsencode(place)) > 70:  # workers would print an error and send nothing
+    if workers and len(os.fsencode(place)) > 70:  # workers would print an error and send no batches
         raise UserError(f"TMPDIR {place} is too long for the workers' sockets: export "
                         "TMPDIR=/tmp, or give --workers 0.")
     batches = iter(torch.utils.data.DataLoader(
@@ -1038,7 +1038,7 @@ def find_boxes(args, data, model, device, autocast, stop):
     return found, max(noted for *_, noted in ranks)
 
 
-OPTIMIZERS = {  # {name: function (groups, betas=, eps=)}
+OPTIMIZERS = {  # {name: function (groups, betas, eps) -> optimizer}
     "adamw": functools.partial(torch.optim.AdamW, fused=True),
     # the "sgd" of DeiT is the SGD of timm, which has Nesterov momentum
     "sgd": lambda groups, betas, eps: torch.optim.SGD(groups, momentum=betas[0], nesterov=True),
@@ -1084,7 +1084,7 @@ def wrap(args, model, world_size):
         # DDP would split a compiled graph at the ends of its buckets. --grad-checkpoint cannot
         # recompute a split graph.
         torch._dynamo.config.optimize_ddp = False
-        torch._dynamo.config.cache_size_limit = 128  # blocks differ in drop_path: a graph for each
+        torch._dynamo.config.cache_size_limit = 128  # for blocks with different drop_path
         for module in model.modules():
             if isinstance(module, common.COMPILED):
                 module.compile()
@@ -1099,7 +1099,7 @@ def mixed_precision(args, device):
     """-> a function that returns the autocast context of --amp, the scaler of the loss, and whether
     the encoders run in half precision."""
     is_gpu = device.type == "cuda"
-    if is_gpu and not args.amp and not torch.cuda.is_bf16_supported(False):  # False: not emulated
+    if is_gpu and not args.amp and not torch.cuda.is_bf16_supported(False):  # not emulated
         args.amp = "fp16"  # config.json records this value
         print("note: this GPU computes no bf16, so --amp is fp16")
     amp = args.amp or ("bf16" if is_gpu else "off")
@@ -1130,7 +1130,7 @@ class Progress:
     samples: int = 0  # number of samples in all steps; --batch may change on --resume
     stage: int = 1  # number of the stage of the last step
     order: int = 0  # number that is added to --seed for the order of the data; see restore
-    positions: dict = dataclasses.field(default_factory=dict)  # {worker: how far it has read}
+    positions: dict = dataclasses.field(default_factory=dict)  # {worker: its place in the data}
     boxes: torch.Tensor | None = None  # (n, 4), boxes of crop centres (BAM, App. G)
     record: dict = dataclasses.field(default_factory=dict)  # line of the last logged step
 
@@ -1382,8 +1382,9 @@ def measure(args, model, batch, autocast, outputs, grad_norm):
 
 
 def warning(args, data, model, scaler, record):
-    """A warning about a logged step, or None. There are warnings for gradients that overflow at any
-    loss scale, for what the method finds wrong, and for more than a tenth of skipped samples."""
+    """A warning about a logged step, or None. Warnings are about gradients that overflow at any
+    loss scale, or about more than a tenth of skipped samples. The method may have other warnings.
+    """
     if scaler.get_scale() < 1:
         return ("gradients overflow in fp16, and updates are skipped: if this goes on, nothing is "
                 "learned and the run ends")
@@ -1425,14 +1426,14 @@ def show_first_batch(args, tokenizer, batch):
     if left_out := common.skipped_by(batch["position"]):
         facts += f"; left out so far: {common.describe_skipped(left_out)}"
     path = Path(args.out, "first-batch.png")
-    path.parent.mkdir(parents=True, exist_ok=True)  # --dry-run makes no directory before
+    path.parent.mkdir(parents=True, exist_ok=True)  # --dry-run has no directory yet
     common.write_file(path, evaluation.sheet_of_samples(pictures, texts, f"First batch: {facts}."))
     print(f"{path} shows eight samples of the first batch as the model reads them. Look at it "
           f"first. The batch: {facts}.")
 
 
 def describe_captions(tokenizer, tokens, mask, captions, texts):
-    """A phrase about the captions of a batch: their length, and what the model does not read."""
+    """A phrase about the captions of a batch: their length, and the parts that are not read."""
     n, length = len(captions), int(mask.sum()) - 2 * len(captions)  # without [CLS] and [SEP]
     unknown = int((tokens == tokenizer.unk).sum()) / max(1, length)
     cut, again = sum(bool(cut) for _, cut in texts) / n, 1 - len(set(captions)) / n
@@ -1507,7 +1508,7 @@ def dry_run(args, method, model):
     """Print what the settings cost, as lines and as JSON. A multiply-add is 2 FLOPs."""
     model.eval()  # in training mode BatchNorm would gather CPU tensors of several GPUs
     with contextlib.ExitStack() as stack:
-        if not dist.is_initialized():  # a loss of several ranks asks for the number of its rank
+        if not dist.is_initialized():  # BatchNorm and losses ask for the ranks
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             stack.callback(dist.destroy_process_group)
         of_one, in_batch = forward_flops(args, method, model)
@@ -1587,7 +1588,7 @@ def made_up_batch(args, method, model, n):
     if method.content(args) == "label":
         return images | {"labels": torch.randint(len(args.classes), (n,))}
     text, texts = model.text_encoder, n
-    if method.content(args) == "boxes":  # an image has one box, and 50 classes are looked for
+    if method.content(args) == "boxes":  # an image has one box, and 50 classes are queries
         texts, is_asked = 50, torch.ones(n, 50, dtype=torch.bool)
         images |= {"asked": is_asked, "boxes": torch.rand(n, 1, 4), "classes": is_asked[:, None]}
     return images | {"tokens": torch.randint(text.vocab_size, (texts, text.context)),
@@ -1635,7 +1636,7 @@ if __name__ == "__main__":
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # keeps torch from an error for each worker
         for worker in multiprocessing.active_children():
             worker.kill()
-    if stopped_by:  # end by the signal, so that loops and && of a shell, and Slurm, see the signal
+    if stopped_by:  # end by the signal, so that a shell and Slurm see the signal
         sys.stdout.flush()
         signal.signal(stopped_by, signal.SIG_DFL)
         os.kill(os.getpid(), stopped_by)
