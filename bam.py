@@ -67,8 +67,8 @@ class Config:
     activation: Literal["gelu", "relu"] = "gelu"  # of the projector. ResNet-50 has relu (App. C)
 
 
-# Below the core: in_fp32, Gather, image_ids, in_parts, entropy, BatchNorm, mean_cosine,
-# effective_rank, and what refuses wrong arguments (check_..., checked_...).
+# Below the core: in_fp32, Gather, same_image, matching_loss, Projector, Teacher, by_size, to_log,
+# and what refuses wrong arguments (check_..., checked_...).
 
 
 def fp32(function):
@@ -82,45 +82,9 @@ def fp32(function):
 
 def all_ranks(x):
     """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
-    order of the ranks. Its gradient is the sum over the ranks (Gather, below), so that the mean of
-    DDP is the gradient of one process. Without a process group, it returns x.
-    On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its
-    own rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients.
-    To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x.
-    DDP's forward may wait for the other ranks.
-    """
+    order of the ranks, and has a gradient (Gather, below). Without a process group, it returns x.
+    On several GPUs, or to validate on one rank alone: see Ranks, below."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
-
-
-# bam_loss on one rank, without a teacher, if all views are large. Each line is a function below.
-#     arrange       z = g(h) / |g(h)|                           rows of length 1
-#     similarities  S hat = z z^T, pairs of one image left out  (Eq. 3: set to 0)     Eq. 3
-#     attention     A = softmax(S hat / tau)                    rows sum to 1         Eq. 1
-#     sinkhorn      B = exp(S hat / tau_B), balanced            columns about 1, too  Eq. 4
-#     matching      L = mean over i and j != j' of CE(b_i^j, a_i^j')                  Eq. 5
-
-
-@fp32
-def arrange(z, n_views, n_global, z_m, mask, gather):
-    """Latents z, z_m (k n, E), z_m may be None -> z, z_m (k, n, E), columns c (m, E), of length 1,
-    and is_same (k, n, m): row and column show one image (mask="self": they are one view)."""
-    check_latents(z, n_views, n_global, z_m)
-    z = F.normalize(z, dim=-1).unflatten(0, (n_views, -1))               # (k, n, E)
-    z_m = z if z_m is None else F.normalize(z_m.detach(), dim=-1).view(z.shape)
-    c = gather(z_m[:n_global].flatten(0, 1))  # (m, E)  differs: columns of large views alone
-    ids = image_ids(z, n_global, c, mask)                                # (k, n); below
-    return z, z_m, c, ids[:, :, None] == gather(ids[:n_global].flatten())
-
-
-# S_jj'(i, i') = cos(z_i^j, z_i'^j')                                             (Sec. 3.1)
-# S hat(i, j)  = 0 if row i and column j show one image: i = j (mod n), else S(i, j) (Eq. 3)
-@fp32
-def similarities(z, c, is_same, mask="exclude"):
-    """Rows z (k, n, E), columns c (m, E), is_same (k, n, m): one image -> S hat (k, n, m)."""
-    S = z @ c.T                                                          # (k, n, m)
-    # differs: exclude (header). -1e30 stands for -inf, because 0 * -inf in Eq. 5 would be NaN.
-    value = {"exclude": -1e30, "zero": 0.0, "self": 0.0, "none": None}[mask]
-    return S if mask == "none" else S.masked_fill(is_same, value)
 
 
 # a_i^j = softmax(s_i^j / tau)                                                       (Eq. 1)
@@ -131,8 +95,31 @@ def attention(S, tau, log=False):
     return log_A if log else log_A.exp()
 
 
+# L_SA-matching = sum_{j != j'} sum_i CE(a_i^j, a_i^j'),  CE(a, a') = -<a, log a'>   (Eq. 2)
+# L_BAM (Eq. 5) has targets b_i^j in the place of a_i^j: matching(B, log A).
+def matching(B, log_A):
+    """Targets B (G, n, m), log A (k, n, m) -> the loss of each image (n,)."""
+    G, k, loss = len(B), len(log_A), 0
+    for j in range(G):
+        for j2 in range(k):                                  # j2 is j'
+            if j != j2:
+                loss = loss - (B[j] * log_A[j2]).sum(-1)     # (n,)  CE(b_i^j, a_i^j')
+    return loss / (G * (k - 1))  # differs: a mean over the pairs of views (bam_loss.py:128)
+
+
+# S(i, j)     = cos(z_i, z_j),  i and j: views of any images                         (Sec. 3.1)
+# S hat(i, j) = 0 if i and j show one image, i = j (mod n), else S(i, j)             (Eq. 3)
+@fp32
+def similarities(z, c, is_same, mask="exclude"):
+    """Rows z (k, n, E) and columns c (m, E) of length 1, is_same (k, n, m): whether a row and a
+    column show one image -> S hat (k, n, m)."""
+    S = z @ c.T                                                          # (k, n, m)
+    # differs: exclude (header). -1e30 stands for -inf, because 0 * -inf in Eq. 5 would be NaN.
+    return S.masked_fill(is_same, -1e30 if mask == "exclude" else 0.0)
+
+
 # B = argmin_B' <-S, B'> - tau_B entropy(B'),  B' doubly stochastic                  (Eq. 4)
-# Sinkhorn: K = exp(S / tau_B), then repeat K / column sums, K / row sums (Sec. 3.3: rows first).
+# Sinkhorn: K = exp(S / tau_B), then repeat K / row sums, K / column sums            (Sec. 3.3)
 @fp32
 @torch.no_grad()
 def sinkhorn(S, tau, iters, *, gather=all_ranks):
@@ -147,134 +134,80 @@ def sinkhorn(S, tau, iters, *, gather=all_ranks):
     return log_K.exp_()
 
 
-# L_SA-matching = sum_{j != j'} sum_i CE(a_i^j, a_i^j')                              (Eq. 2)
-# L_BAM         = sum_{j != j'} sum_i CE(b_i^j, a_i^j'),  CE(b, a) = -<b, log a>     (Eq. 5)
-# Eq. 2 is matching(A, log A): ablated_loss (below) with target="softmax" and tau_b = tau.
-def matching(B, log_A):
-    """Targets B (G, n, m), log A (k, n, m) -> the loss of each image (n,)."""
-    G, k, loss = len(B), len(log_A), 0
-    for j in range(G):
-        for j2 in range(k):                              # j2 is j'
-            if j != j2:
-                loss = loss - (B[j] * log_A[j2]).sum(-1)     # (n,)  CE(b_i^j, a_i^j')
-    return loss / (G * (k - 1))  # differs: a mean over the pairs of views (bam_loss.py:128)
-
-
-def matching_loss(z, B, c, is_same, mask, tau):
-    """z (k, n, E), targets B (G, n, m) -> L_BAM and the mean entropies of A's and of B's rows."""
-    def of_images(z_part, B_part, same):
-        S_hat = similarities(z_part, c, same, mask)                          # (k, n, m)
-        log_A = attention(S_hat, tau, log=True)                              # (k, n, m)
-        return matching(B_part, log_A), entropy(log_A.detach().exp()).mean(0)     # (n,), (n,)
-
-    # in_parts (below) is of_images(z, B, is_same) in less memory: for some images at a time
-    losses, entropy_a = in_parts(of_images, z, B, is_same, size=len(z) * len(c))
-    return losses.mean(), entropy_a.mean(), entropy(B).mean()  # differs: a mean over images
-
-
+# L_BAM = sum_{j != j'} sum_i CE(b_i^j, a_i^j')                                      (Eq. 5)
 def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, iters=3,
              mask="exclude", gather=all_ranks, entropies=False):
-    """BAM's loss. z (n_views * n, E): latents of n images, view after view, large views first.
+    """z (n_views * n, E): latents of n images, view after view, large views first -> L_BAM, a
+    scalar; with entropies=True also the mean entropies of A's and of B's rows (Fig. 3).
 
     teacher: the teacher's latents, in the order of z. Targets and columns use them (App. C); z
     serves if it is None. n_global: number of large views; None: all views are large. tau, tau_b,
-    iters, mask: see Config (iters is sinkhorn_iters there). gather: see all_ranks. All ranks have n
-    images. A wrong order of views or images, or a forgotten n_global, raises no error.
-    Returns the loss, a scalar; with entropies=True also the mean entropies of A's and B's rows.
+    iters, mask: see Config (iters is sinkhorn_iters there). All ranks have n images.
     """
     G = n_views if n_global is None else n_global
     check_temperatures(tau, tau_b, iters)
     z, z_m, c, is_same = arrange(z, n_views, G, teacher, mask, gather)
     with torch.no_grad():  # targets have no gradient (Sec. 4.1)
-        S_hat = similarities(z_m, c, is_same, mask).flatten(0, 1)            # (k n, m)
-        B = sinkhorn(S_hat, tau_b, iters, gather=gather)                     # (k n, m)
-    B = B.view(is_same.shape)[:G]      # (G, n, m)  differs: small views are no targets
+        S_hat = similarities(z_m, c, is_same, mask)                          # (k, n, m)
+        B = sinkhorn(S_hat.flatten(0, 1), tau_b, iters, gather=gather)       # (k n, m)
+    B = B.view(S_hat.shape)[:G]     # (G, n, m)  differs: small views are no targets
+    # matching_loss (below) computes, in less memory,
+    #     log_A = attention(similarities(z, c, is_same, mask), tau, log=True)    # (k, n, m)
+    #     loss = matching(B, log_A).mean()    # differs: a mean over images (bam_loss.py:128)
     found = matching_loss(z, B, c, is_same, mask, tau)
     return found if entropies else found[0]
 
 
-class Projector(nn.ModuleList):
-    """The projector g (App. C): three linear layers with activations between them. BatchNorm over
-    the images of all ranks (below) follows each layer if there is no teacher."""
-
-    def __init__(self, d, config):
-        super().__init__()
-        self.activation = getattr(F, config.activation)
-        batch_norm = not config.teacher if config.batch_norm is None else config.batch_norm
-        widths = [d, config.projector_width, config.projector_width, config.projector_dim]
-        for i in range(3):
-            self.append(nn.Linear(widths[i], widths[i + 1], bias=not batch_norm))
-            nn.init.normal_(self[-1].weight, std=0.02)       # as heads.py:44
-            if batch_norm:
-                # differs: the last BatchNorm has no scale and shift, as in heads.py:36
-                self.append(BatchNorm(widths[i + 1], affine=i < 2))
-            else:
-                nn.init.zeros_(self[-1].bias)
-
-    def forward(self, h, gather=all_ranks):  # h (k, n, d) -> z (k, n, E)
-        check_views(h)
-        for i, layer in enumerate(self):
-            if isinstance(layer, nn.Linear) and i > 0:
-                h = self.activation(h)
-            h = layer(h, gather) if isinstance(layer, BatchNorm) else layer(h)
-        return h
+@fp32
+def arrange(z, n_views, n_global, z_m, mask, gather):
+    """Latents z, z_m (k n, E), z_m may be None -> z, z_m (k, n, E) and the columns c (m, E), all of
+    length 1, and is_same (k, n, m)."""
+    check_latents(z, n_views, n_global, z_m)
+    z = F.normalize(z, dim=-1).unflatten(0, (n_views, -1))               # (k, n, E)
+    z_m = z if z_m is None else F.normalize(z_m.detach(), dim=-1).view(z.shape)
+    c = gather(z_m[:n_global].flatten(0, 1))  # (m, E)  differs: columns of large views alone
+    return z, z_m, c, same_image(z, n_global, c, mask)
 
 
 class Model(nn.Module):
-    """An image encoder, a projector and, with config.teacher, a moving average of both.
+    """An image encoder f, a projector g and, with config.teacher, a moving average of both.
     image_encoder(images of any size) -> tokens (n, N, image_width), [CLS] first; image_encoder.cls
     is None if there is no [CLS]. text_encoder and text_width are not used. Call after_update after
-    each update, or the teacher keeps its first weights."""
+    each update."""
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
-        self.config, self.image_encoder = config, image_encoder
         check_readout(config.readout, image_encoder)
-        self.projector = Projector(image_width, config)
-        self.teacher = None
-        if config.teacher:
-            self.teacher = copy.deepcopy(self.student()).requires_grad_(False)
-        self.train()  # see train
+        self.config, self.image_encoder = config, image_encoder
+        self.projector = Projector(image_width, config)        # three linear layers (below)
+        self.teacher = Teacher(self.student()) if config.teacher else None  # a copy (below)
 
     def student(self):
         return nn.ModuleList([self.image_encoder, self.projector])
 
-    def readout(self, tokens):  # (images, N, d), N tokens of an image -> h (images, d)
-        return tokens[:, 0] if self.config.readout == "cls" else tokens.mean(1)
-
-    def latents(self, network, views, gather):
-        """k views, each (n, 3, s, s), two large ones first -> h (k, n, d) and z (k, n, E)."""
-        encoder, projector = network
-        by_size = [views[:2], views[2:]] if len(views) > 2 else [views]  # one batch for each size
-        h = torch.cat([self.readout(encoder(torch.cat(same))) for same in by_size])
-        h = h.unflatten(0, (len(views), -1))
-        return h, projector(h, gather)
-
     def forward(self, batch, gather=all_ranks):
         """batch["views"]: list of k views (n, 3, s, s), two large first -> {"loss", scalars}."""
-        z_m, views = None, checked_views(batch["views"])
+        views, z_m = checked_views(batch["views"]), None
         if self.teacher:  # before the student, whose activations stay in memory until backward
             with torch.no_grad():
                 z_m = self.latents(self.teacher, views, gather)[1].flatten(0, 1)
         h, z = self.latents(self.student(), views, gather)
-        loss, entropy_a, entropy_b = self.loss(z.flatten(0, 1), len(views), z_m, gather)
-        return {"loss": loss, "entropy_a": entropy_a, "entropy_b": entropy_b,
-                "similarity": mean_cosine(z[0].detach()),
-                "effective_rank": effective_rank(gather(h[0].detach()))}
+        loss, *entropies = self.loss(z.flatten(0, 1), len(views), z_m, gather)
+        return {"loss": loss, **to_log(h, z, gather, *entropies)}
+
+    def latents(self, network, views, gather):  # -> h (k, n, d), z (k, n, E)
+        encoder, projector = network
+        h = torch.cat([self.readout(encoder(images)) for images in by_size(views)])  # (k n, d)
+        h = h.unflatten(0, (len(views), -1))
+        return h, projector(h, gather)
+
+    def readout(self, tokens):  # (images, N, d), N tokens of an image -> h (images, d)
+        return tokens[:, 0] if self.config.readout == "cls" else tokens.mean(1)
 
     def loss(self, z, n_views, z_m, gather):
         cfg = self.config
         return bam_loss(z, n_views, z_m, n_global=2, tau=cfg.tau, tau_b=cfg.tau_b,
                         iters=cfg.sinkhorn_iters, mask=cfg.mask, gather=gather, entropies=True)
-
-    def train(self, mode=True):
-        """The teacher's BatchNorm uses statistics of the batch in training, as the student's does.
-        The teacher's stochastic depth stays off, so that targets have no noise of their own."""
-        super().train(mode)
-        if self.teacher:
-            for module in self.teacher.modules():
-                module.training = mode and isinstance(module, nn.modules.batchnorm._BatchNorm)
-        return self
 
     @torch.no_grad()
     def after_update(self, step, steps):
@@ -298,7 +231,8 @@ class Model(nn.Module):
 # To read BAM, stop here. ------------------------------------------------------------------
 #
 # BAM's loss for another `backbone`, a function of images (n, 3, s, s) -> h (n, d). `views` is a
-# list of two or more tensors (n, 3, s, s), the G large views first.
+# list of two or more tensors (n, 3, s, s), the G large views first. A wrong order of views or
+# images, or a forgotten n_global, raises no error.
 #     projector = Projector(d, Config(teacher=False))                   # once; with BatchNorm
 #     parameters = [*backbone.parameters(), *projector.parameters()]    # once
 #     optimizer = torch.optim.AdamW(parameters, lr=5e-4)                # once
@@ -309,6 +243,12 @@ class Model(nn.Module):
 
 
 # Ranks --------------------------------------------------------------------------------------
+#
+# On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its own
+# rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients, and the
+# mean is the gradient of one process.
+# To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x. DDP's
+# forward may wait for the other ranks.
 
 
 class Gather(torch.autograd.Function):
@@ -374,18 +314,6 @@ def in_fp32(function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
-def image_ids(z, n_global, c, mask):
-    """The ids of the rows z (k, n, E) in the columns c (m, E) of all ranks -> (k, n): the number of
-    the image in the global batch, with mask="self" the number of the view. Rank i is taken to have
-    the i-th part of c, so a gather that joins only some ranks gives wrong pairs."""
-    k, n = z.shape[:2]
-    if len(c) < 2 * n_global:
-        raise ValueError("The loss compares images: the global batch needs two or more.")
-    rank = dist.get_rank() if len(c) > n_global * n else 0
-    view = torch.arange(k, device=z.device)[:, None] if mask == "self" else 0
-    return rank * n + torch.arange(n, device=z.device).expand(k, n) + len(c) * view
-
-
 def check_latents(z, k, G, teacher):
     """Raise ValueError if z, or the teacher's latents where given, are not (k * n, E)."""
     n = len(z) // max(1, k)
@@ -427,10 +355,40 @@ def checked_views(views):
     return views
 
 
-# Helpers of the model ---------------------------------------------------------------------
+# Helpers of the loss ------------------------------------------------------------------------
 
 
 CHUNK = 2**24  # the most entries of S that the loss holds at a time
+
+
+def same_image(z, n_global, c, mask):
+    """Which rows z (k, n, E) and columns c (m, E) show one image -> (k, n, m). With mask="self"
+    they show one view; with "none" no entry is True. Rank i is taken to have the i-th part of c, so
+    a gather that joins only some ranks gives wrong pairs."""
+    k, n = z.shape[:2]
+    if len(c) < 2 * n_global:
+        raise ValueError("The loss compares images: the global batch needs two or more.")
+    rank = dist.get_rank() if len(c) > n_global * n else 0
+    column = torch.arange(len(c), device=z.device)  # a rank's columns are view after view
+    image = column // (n_global * n) * n + column % n                    # (m,), of all ranks
+    view = column // n % n_global                                        # (m,)
+    own_image = rank * n + torch.arange(n, device=z.device)[:, None]     # (n, 1)
+    own_view = torch.arange(k, device=z.device)[:, None, None]           # (k, 1, 1)
+    same = (image == own_image).expand(k, n, -1)
+    if mask in ("exclude", "zero"):
+        return same
+    return {"self": same & (view == own_view), "none": torch.zeros_like(same)}[mask]
+
+
+def matching_loss(z, B, c, is_same, mask, tau):
+    """z (k, n, E), targets B (G, n, m) -> L_BAM and the mean entropies of A's and of B's rows."""
+    def of_images(z_part, B_part, same):
+        S_hat = similarities(z_part, c, same, mask)                          # (k, n, m)
+        log_A = attention(S_hat, tau, log=True)                              # (k, n, m)
+        return matching(B_part, log_A), entropy(log_A.detach().exp()).mean(0)     # (n,), (n,)
+
+    losses, entropy_a = in_parts(of_images, z, B, is_same, size=len(z) * len(c))
+    return losses.mean(), entropy_a.mean(), entropy(B).mean()
 
 
 def in_parts(function, *inputs, size):
@@ -446,6 +404,36 @@ def in_parts(function, *inputs, size):
     parts = zip(*[x.split(p, 1) for x in inputs])
     found = [checkpoint(function, *part, use_reentrant=False) for part in parts]
     return [torch.cat(values) for values in zip(*found)]
+
+
+# Parts of the model -------------------------------------------------------------------------
+
+
+class Projector(nn.ModuleList):
+    """The projector g (App. C): three linear layers with activations between them. BatchNorm over
+    the images of all ranks (below) follows each layer if there is no teacher."""
+
+    def __init__(self, d, config):
+        super().__init__()
+        self.activation = getattr(F, config.activation)
+        batch_norm = not config.teacher if config.batch_norm is None else config.batch_norm
+        widths = [d, config.projector_width, config.projector_width, config.projector_dim]
+        for i in range(3):
+            self.append(nn.Linear(widths[i], widths[i + 1], bias=not batch_norm))
+            nn.init.normal_(self[-1].weight, std=0.02)       # as heads.py:44
+            if batch_norm:
+                # differs: the last BatchNorm has no scale and shift, as in heads.py:36
+                self.append(BatchNorm(widths[i + 1], affine=i < 2))
+            else:
+                nn.init.zeros_(self[-1].bias)
+
+    def forward(self, h, gather=all_ranks):  # h (k, n, d) -> z (k, n, E)
+        check_views(h)
+        for i, layer in enumerate(self):
+            if isinstance(layer, nn.Linear) and i > 0:
+                h = self.activation(h)
+            h = layer(h, gather) if isinstance(layer, BatchNorm) else layer(h)
+        return h
 
 
 class BatchNorm(nn.Module):
@@ -469,6 +457,36 @@ class BatchNorm(nn.Module):
         if self.weight is not None:
             y = y * self.weight + self.bias
         return y.to(x.dtype)
+
+
+class Teacher(nn.ModuleList):
+    """A copy of networks, without gradients. Its BatchNorm uses statistics of the batch in
+    training, as the student's does. Its stochastic depth stays off, so that targets have no noise
+    of their own."""
+
+    def __init__(self, networks):
+        super().__init__(copy.deepcopy(networks))
+        self.requires_grad_(False).train()
+
+    def train(self, mode=True):
+        super().train(False)
+        for module in self.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.training = mode
+        return self
+
+
+def by_size(views):
+    """Views of two sizes at most, each (n, 3, s, s), two large views first -> one batch of images
+    for each size."""
+    return [torch.cat(same) for same in (views[:2], views[2:]) if same]
+
+
+def to_log(h, z, gather, entropy_a=None, entropy_b=None):
+    """h (k, n, d), z (k, n, E) and the entropies of the loss -> what Model logs."""
+    entropies = {} if entropy_a is None else {"entropy_a": entropy_a, "entropy_b": entropy_b}
+    return {**entropies, "similarity": mean_cosine(z[0].detach()),
+            "effective_rank": effective_rank(gather(h[0].detach()))}
 
 
 def entropy(P):
@@ -861,8 +879,7 @@ class MoCo(FullModel):
             image_encoder.patch_embed.requires_grad_(False)                  # (vits.py:50)
         self.projector = MoCoHead([image_width, *[hidden] * (2 if is_vit else 1), E])
         self.predictor = MoCoHead([E, hidden, E], last_norm=is_vit)
-        self.teacher = copy.deepcopy(self.student()).requires_grad_(False)
-        self.train()  # turns off the new teacher's stochastic depth
+        self.teacher = Teacher(self.student())
 
     def latents(self, network, views, gather):  # each view is a batch of its own for BatchNorm
         encoder, projector = network
@@ -875,9 +892,8 @@ class MoCo(FullModel):
             k = self.latents(self.teacher, views, gather)[1]
         h, z = self.latents(self.student(), views, gather)
         q = self.predictor(z, gather)                                        # (2, n, E)
-        return {"loss": moco_loss(q, k, self.config.tau, gather=gather),
-                "similarity": mean_cosine(z[0].detach()),
-                "effective_rank": effective_rank(gather(h[0].detach()))}
+        loss = moco_loss(q, k, self.config.tau, gather=gather)
+        return {"loss": loss, **to_log(h, z, gather)}
 
     def evaluation_encoder(self):
         return self.image_encoder                                            # (main_lincls.py:180)

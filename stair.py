@@ -71,13 +71,8 @@ def fp32(function):
 
 def all_ranks(x):
     """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
-    order of the ranks. Its gradient is the sum over the ranks (Gather, below), so that the mean of
-    DDP is the gradient of one process. Without a process group, it returns x.
-    On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its
-    own rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients.
-    To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x.
-    DDP's forward may wait for the other ranks.
-    """
+    order of the ranks, and has a gradient (Gather, below). Without a process group, it returns x.
+    On several GPUs, or to validate on one rank alone: see Ranks, below."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
@@ -303,6 +298,12 @@ class Model(nn.Module):
 
 
 # Ranks --------------------------------------------------------------------------------------
+#
+# On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its own
+# rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients, and the
+# mean is the gradient of one process.
+# To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x. DDP's
+# forward may wait for the other ranks.
 
 
 class Gather(torch.autograd.Function):

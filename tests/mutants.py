@@ -158,17 +158,17 @@ lambda_f: float = «1.0 => 2.0» # D.4: the sweep ;; sigma: float | None = «Non
 filip_keep: float = «0.2 => 0.8» # D.4 ;; context=«55 => 77»,vocab_size=32000 # Sec. 4.1
 steps=200_000, lr=«9e-4 => 1e-3» # D.4: the sweep ;; weight_decay=0.2, warmup=«2500 => 2000» # D.4
 == bam.py | bam | test_statistics test_details test_presets test_dino test_bam test_finetune -k "not crop"
-log_A = (S / tau).log_softmax(-«1 => 2») # Eq. 1: rows ;; "zero": «0.0 => -1.0», # Eq. 3
+log_A = (S / tau).log_softmax(-«1 => 2») # Eq. 1: rows ;; if mask == "exclude" else «0.0 => -1.0») # Eq. 3
 @fp32«\n@torch.no_grad() => »\ndef sinkhorn # B has no gradient
 log_K -= «gather(sums[None]).logsumexp(0) => sums» # one rank
 if j «!= => <» j2: # Eq. 5: all pairs of views
 return loss / (G * «(k - 1) => k») # a mean over pairs
 F.normalize(«z_m.detach() => z_m», dim=-1).view # the teacher has no gradient
 c = gather(«z_m => z»[:n_global].flatten(0, 1)) # App. C: columns of the teacher
-return «rank => 0» * n + torch.arange(n, device # positives of this rank
+own_image = «rank => 0» * n + torch.arange(n, device # positives of this rank
 sinkhorn(S, «cfg.tau_b => cfg.tau», cfg.sinkhorn_iters # tau_B of an ablation
-B = B.view(is_same.shape)[«:G => -G:»] # large views are targets
-expand(k, n)« + len(c) * view => » # views of an image are no positives with --mask self ;; return tokens[:, «0 => 1»] if self.config.readout == "cls" # App. C
+B = B.view(S_hat.shape)[«:G => -G:»] # large views are targets
+{"self": same« & (view == own_view) => », "none" # views of an image are no positives with --mask self ;; return tokens[:, «0 => 1»] if self.config.readout == "cls" # App. C
 math.cos(math.pi * («(step + 1) => step» / steps)) # the next step's momentum ;; self.config.ema) * (1 + cosine)« / 2 => » # momentum
 return «self.teacher[0] => self.image_encoder» if self.teacher else # the teacher
 torch.cat([tokens[:, 0], «tokens[:, 1:].mean => tokens.mean»(1)], 1) # D.1: patches
