@@ -56,8 +56,8 @@ class Config:
     init_scale: float = 1 / 0.07  # first 1 / T of the contrastive loss, > 0 (Eq. 3; CLIP, 2.5)
 
 
-# Below the core: in_fp32, Gather, own_columns, streamed, as_bools, continue_stage, and
-# what refuses wrong arguments (check_..., checked_...).
+# Below the core: in_fp32, Gather, own_columns, streamed, to_log, and what refuses wrong arguments
+# (check_..., checked_...).
 
 
 def fp32(function):
@@ -83,10 +83,7 @@ def all_ranks(x):
 @fp32
 def contrastive_loss(v, t, scale, *, gather=all_ranks):
     """The mean of Eq. 3 and its mirror. v, t (B, |V|): enc of this rank's images and captions,
-    normalised here -> scalar. scale: 1 / T, from 1 to 100. Give log_scale.exp(), not log_scale: a
-    logarithm above 1 raises no error unless it is an nn.Parameter. gather: see all_ranks. Gradients
-    accumulated over small batches differ from those of one large batch: each small batch has fewer
-    negatives."""
+    normalised here -> scalar. scale: 1 / T, from 1 to 100. gather: see all_ranks."""
     check_pairs(v, t, scale)
     v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
     t = F.normalize(t, dim=-1, eps=0.5)
@@ -99,9 +96,8 @@ def contrastive_loss(v, t, scale, *, gather=all_ranks):
 # L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2,  N: the images or captions of all ranks (Eq. 6)
 @fp32
 def flops_loss(enc, *, gather=all_ranks):
-    """enc (B, |V|), not normalised -> scalar, the same on all ranks. The loss approximates how many
-    multiplications a dot product of two encodings needs. The loss is small if few words are active,
-    and if each word is active in few samples."""
+    """enc (B, |V|), not normalised -> scalar, the same on all ranks. The loss is small if few words
+    are active, and if each word is active in few samples."""
     check_encodings(enc)
     mean = enc.mean(0, keepdim=True)                                 # (1, |V|), of this rank
     return gather(mean).mean(0).square().sum()
@@ -119,13 +115,9 @@ def encode(transform_h, e, b, mask=None):
 
 
 class TokenProjectionHead(nn.Module):
-    """Eq. 4 and 5: an encoder's outputs (B, n, d) -> enc (B, |V|).
-
-    embedding: the nn.Embedding (|V|, D) that the text encoder reads. Its weight is e. Both heads
-    share it; Model deletes it from them, because checkpoints would have it three times, and gives
-    its weight to forward as e. A LoRA adapter of it has no effect.
-    special: ids of tokens that are never active, 0 to |V| - 1.
-    """
+    """Eq. 4 and 5: an encoder's outputs (B, n, d) -> enc (B, |V|). embedding: the nn.Embedding
+    (|V|, D) that the text encoder reads; its weight is e. special: ids of tokens that are never
+    active, 0 to |V| - 1."""
 
     def __init__(self, d, embedding, special=()):
         super().__init__()
@@ -139,14 +131,9 @@ class TokenProjectionHead(nn.Module):
 
     def forward(self, h, mask=None, e=None, revived=None):
         """h (B, n, d) -> enc (B, |V|). mask (B, n): True at tokens, then False at padding; None: no
-        padding. e (|V|, D) replaces the shared embedding. revived (B, |V|), a mask: words with
+        padding. e (|V|, D) replaces the embedding's weight. revived (B, |V|), a mask: words with
         True get a gradient at weight 0, too, if a larger weight lowers the loss."""
-        check_outputs(h, self.transform[0].in_features)
-        if revived is not None:
-            revived = as_bools(revived, (len(h), len(self.valid)))
-        if mask is not None:
-            mask = checked_mask(mask, h.shape[:2])
-            h = h.masked_fill(~mask[..., None], 0.0)    # else a NaN reaches the gradients
+        h, mask, revived = checked_outputs(self, h, mask, revived)
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)  # special tokens are never active
         transform_h = self.transform(h)                                  # (B, n, D)
@@ -166,17 +153,7 @@ class Model(nn.Module):
     """Two encoders, each with a head: image_encoder(images) -> (B, n, image_width) and
     text_encoder(tokens, mask) -> (B, n, text_width). text_encoder.embedding is the nn.Embedding
     (|V|, D) that the encoder reads; text_encoder.special has the ids of tokens that are not words.
-    The model begins in stage 1. Call after_update after each update, or both lambdas stay 0. Make a
-    new optimizer and a new DDP for each stage. In stage 3 the optimizer of stage 2 would not train
-    the image encoder, and the DDP of stage 2 would not average its gradients. Neither raises an
-    error. Each stage:
-
-        model.begin_stage(number, fresh=True)            # 1, then 2, then 3
-        parallel = DDP(model) if ranks > 1 else model    # again, because stage 2 freezes parameters
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-        for step in range(steps):                        # the steps of this stage
-            parallel(batch)["loss"].backward()
-            optimizer.step(), optimizer.zero_grad(), model.after_update(step, steps)
+    Call begin_stage at the begin of each stage and after_update after each update (recipe: below).
     """
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
@@ -190,32 +167,24 @@ class Model(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
         self.register_buffer("image_embedding", embedding.weight.detach().clone())  # see image_e
         self.register_buffer("strength", torch.tensor(0.0))  # factor of both lambdas, 0 to 1
-        # The stage, twice: a buffer, because checkpoints and averages of the model copy it, and an
-        # int, because an `if` on a buffer would wait for the GPU.
-        self.register_buffer("stage", torch.tensor(1))
-        self.number = 1
-        self.register_load_state_dict_post_hook(continue_stage)  # below
+        self.register_buffer("stage", torch.tensor(1))  # a buffer for checkpoints and averages,
+        self.number = 1  # and the same as an int, because an `if` on a buffer waits for the GPU
 
     def forward(self, batch, gather=all_ranks):
         """batch: images (B, 3, H, W), tokens (B, n), mask (B, n), True at tokens, False at padding.
         Returns {"loss": scalar, and scalars to log}."""
-        cfg = self.config
-        scale = self.log_scale.exp()                              # 1 / T
-        tokens, mask = batch["tokens"], batch["mask"]
-        revived = None
+        cfg, scale = self.config, self.log_scale.exp()            # scale: 1 / T
+        tokens, mask, revived = batch["tokens"], batch["mask"], None
         if self.number <= cfg.revive_until:                       # differs (header)
             revived = self.caption_words(tokens, mask) > 0        # (B, |V|)
         v = self.image_encoding(batch["images"], revived)         # (B, |V|)
         t = self.text_encoding(tokens, mask, revived)             # (B, |V|)
+        # L = L_con + lambda_1 L_FLOPs of images + lambda_2 L_FLOPs of texts         (Eq. 7)
         contrast = contrastive_loss(v, t, scale, gather=gather)
         flops_image, flops_text = flops_loss(v, gather=gather), flops_loss(t, gather=gather)
-        # L = L_con + lambda_1 L_FLOPs of images + lambda_2 L_FLOPs of texts         (Eq. 7)
         flops = cfg.lambda_image * flops_image + cfg.lambda_text * flops_text
         loss = contrast + self.strength * flops  # both lambdas grow: strength is 0 to 1 (Sec. 4.2)
-        log = {"contrast": contrast, "flops_image": flops_image, "flops_text": flops_text,
-               "active_image": (v > 0).sum(1).float().mean(), "scale": scale,
-               "active_text": (t > 0).sum(1).float().mean(), "stage": self.stage}
-        return {"loss": loss, **{name: value.detach() for name, value in log.items()}}
+        return {"loss": loss, **to_log(self, v, t, contrast, flops_image, flops_text)}
 
     # E(x) = g(f(x)), here enc                                                       (Eq. 1)
     def image_encoding(self, images, revived=None):  # (B, 3, H, W) -> enc (B, |V|)
@@ -235,23 +204,8 @@ class Model(nn.Module):
     def image_e(self):
         """The image head's e: in stage 2 the copy from the end of stage 1, else the shared e."""
         e = self.text_encoder.embedding.weight
-        if self.number == 2:
-            e = e.detach()  # stage 2 takes the copy, so e gets no gradient from images
+        e = e.detach() if self.number == 2 else e  # images give e no gradient in stage 2
         return torch.where(self.stage == 2, self.image_embedding, e)
-
-    def encode_image(self, images):  # -> (B, |V|), of length 1, or 0 if no word is active
-        return F.normalize(self.image_encoding(images), dim=-1)
-
-    def encode_text(self, tokens, mask):  # (B, n), (B, n) -> (B, |V|), of length 1
-        return F.normalize(self.text_encoding(tokens, mask), dim=-1)
-
-    def after_update(self, step, steps):
-        """Let the lambdas grow with the square of the step (Sec. 4.2) until the fraction `ramp` of
-        the stage is over. Keep the scale within [1, 100], as OpenCLIP does."""
-        check_step(step, steps)
-        self.log_scale.data.clamp_(0, math.log(100))
-        ramp_steps = max(1, self.config.ramp * steps)
-        self.strength.fill_(min(1.0, ((step + 1) / ramp_steps) ** 2))
 
     def begin_stage(self, number, fresh):
         """Enter stage 1, 2 or 3 (Sec. 3). fresh: True if the stage begins, False if a checkpoint of
@@ -267,13 +221,20 @@ class Model(nn.Module):
             self.zero_grad()  # gradients of the last stage would move what this stage freezes
         if fresh and number == 2:
             self.image_embedding.copy_(self.text_encoder.embedding.weight.detach())
-        self.train(self.training)  # see train
 
-    def train(self, mode=True):
-        """Stage 2 freezes the BatchNorm of the image encoder, too."""
-        super().train(mode)
-        self.image_encoder.train(mode and self.number != 2)
-        return self
+    def after_update(self, step, steps):
+        """Let the lambdas grow with the square of the step (Sec. 4.2) until the fraction `ramp` of
+        the stage is over. Keep the scale within [1, 100], as OpenCLIP does."""
+        check_step(step, steps)
+        self.log_scale.data.clamp_(0, math.log(100))
+        ramp_steps = max(1, self.config.ramp * steps)
+        self.strength.fill_(min(1.0, ((step + 1) / ramp_steps) ** 2))
+
+    def encode_image(self, images):  # -> (B, |V|), of length 1, or 0 if no word is active
+        return F.normalize(self.image_encoding(images), dim=-1)
+
+    def encode_text(self, tokens, mask):  # (B, n), (B, n) -> (B, |V|), of length 1
+        return F.normalize(self.text_encoding(tokens, mask), dim=-1)
 
 
 # To read STAIR, stop here. ------------------------------------------------------------------
@@ -295,13 +256,27 @@ class Model(nn.Module):
 #     loss = loss + 1e-3 * (flops_loss(v) + flops_loss(t))
 #     loss.backward(), optimizer.step(), optimizer.zero_grad()                  # update
 #     model.logit_scale.data.clamp_(0, math.log(100))                           # update
+# Both heads share e. Without `del` a checkpoint would have e three times. A LoRA adapter of e has
+# no effect.
+
+# A stage of FullModel (below), which begins in stage 1:
+#     model.begin_stage(number, fresh=True)            # 1, then 2, then 3
+#     parallel = DDP(model) if ranks > 1 else model    # again, because stage 2 freezes parameters
+#     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+#     for step in range(steps):                        # the steps of this stage
+#         parallel(batch)["loss"].backward()
+#         optimizer.step(), optimizer.zero_grad(), model.after_update(step, steps)
+# The optimizer of stage 2 would not train the image encoder in stage 3, and the DDP of stage 2
+# would not average its gradients. Without after_update both lambdas stay 0. None of these mistakes
+# raises an error.
 
 
 # Ranks --------------------------------------------------------------------------------------
 #
 # On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its own
 # rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients, and the
-# mean is the gradient of one process.
+# mean is the gradient of one process. Gradients accumulated over small batches differ from those of
+# one large batch: each small batch has fewer negatives.
 # To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x. DDP's
 # forward may wait for the other ranks.
 
@@ -418,9 +393,18 @@ def check_special(special, vocab):
         raise ValueError(f"special needs ids (int) from 0 to {vocab - 1}, not {list(special)}.")
 
 
-def check_outputs(h, d):
+def checked_outputs(head, h, mask, revived):
+    """Raise ValueError for shapes that do not fit the head. Returns h with zeros at padding, where
+    a NaN would reach the gradients, and both masks of bools."""
+    d = head.transform[0].in_features
     if h.ndim != 3 or h.shape[2] != d:
         raise ValueError(f"The head needs h (B, n, {d}), not {tuple(h.shape)}.")
+    if revived is not None:
+        revived = as_bools(revived, (len(h), len(head.valid)))
+    if mask is not None:
+        mask = checked_mask(mask, h.shape[:2])
+        h = h.masked_fill(~mask[..., None], 0.0)
+    return h, mask, revived
 
 
 def check_stage(number):
@@ -431,11 +415,6 @@ def check_stage(number):
 def check_step(step, steps):
     if step >= steps:
         raise ValueError(f"step {step} is not within {steps} steps: count from 0 in a stage.")
-
-
-def continue_stage(model, keys):
-    """Continue the stage of a checkpoint that was loaded, also into a module around the model."""
-    model.begin_stage(int(model.stage), fresh=False)
 
 
 def as_bools(mask, shape):
@@ -515,12 +494,23 @@ def model_class(args):
 
 
 class FullModel(Model):
-    """Model, and what eval.py and --init-weights also ask of it."""
+    """Model, and what checkpoints, BatchNorm, eval.py and --init-weights also ask of it."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
+        self.register_load_state_dict_post_hook(continue_stage)
         for head in (self.image_head, self.text_head):
             head.register_load_state_dict_pre_hook(read_older_names)
+
+    def begin_stage(self, number, fresh):
+        super().begin_stage(number, fresh)
+        self.train(self.training)
+
+    def train(self, mode=True):
+        """Stage 2 freezes the BatchNorm of the image encoder, too."""
+        super().train(mode)
+        self.image_encoder.train(mode and self.number != 2)
+        return self
 
     def clip_parameters(self):
         """{CLIP's name: parameter} that --init-weights sets, in addition to the encoders. STAIR has
@@ -552,10 +542,23 @@ class FullModel(Model):
         return None
 
 
+def continue_stage(model, keys):
+    """Continue the stage of a checkpoint that was loaded, also into a module around the model."""
+    model.begin_stage(int(model.stage), fresh=False)
+
+
 def read_older_names(head, state, prefix, *_):
     """Older checkpoints have e under the names of both heads, too, and no `valid`."""
     state.pop(prefix + "embedding.weight", None)
     state.setdefault(prefix + "valid", head.valid)
+
+
+def to_log(model, v, t, contrast, flops_image, flops_text):
+    """The scalars that Model logs. v, t (B, |V|): encodings of images and captions."""
+    log = {"contrast": contrast, "flops_image": flops_image, "flops_text": flops_text,
+           "active_image": (v > 0).sum(1).float().mean(), "scale": model.log_scale.exp(),
+           "active_text": (t > 0).sum(1).float().mean(), "stage": model.stage}
+    return {name: value.detach() for name, value in log.items()}
 
 
 # Eq. 4 and 5 in less memory ------------------------------------------------------------------

@@ -4,6 +4,7 @@ The inverted index is compared with a brute-force search.
 """
 
 import functools
+import inspect
 import json
 import math
 import random
@@ -233,12 +234,13 @@ def test_stage_2_freezes_the_image_encoder_and_its_embedding():
     assert model.image_encoder.training
 
 
-def test_the_lines_in_the_docstring_train_three_stages():
+def test_the_lines_in_the_comment_train_three_stages():
     """Three stages of 4 steps."""
     model, states = tiny_stair(1, ramp=0.5), []
     model.strength.zero_()
     assert model.number == model.stage == 1 and model.strength == 0  # until after_update
-    lines = textwrap.dedent("\n".join(re.findall(r"^ {8}.*$", stair.Model.__doc__, re.MULTILINE)))
+    comment = inspect.getsource(stair).partition("# A stage of FullModel")[2].partition("\n\n")[0]
+    lines = textwrap.dedent("\n".join(re.findall(r"^#( {5}.*)$", comment, re.MULTILINE)))
     assert len(lines.splitlines()) == 6
     for number in (1, 2, 3):
         known = dict(model=model, number=number, ranks=1, steps=4, torch=torch, batch=make_batch(),
