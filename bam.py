@@ -96,7 +96,7 @@ def attention(S, tau, log=False):
 
 
 # L_SA-matching = sum_{j != j'} sum_i CE(a_i^j, a_i^j'),  CE(a, a') = -<a, log a'>   (Eq. 2)
-# L_BAM (Eq. 5) has targets b_i^j in the place of a_i^j: matching(B, log A).
+# Eq. 2 is matching(A, log A). Eq. 5, whose targets are b_i^j, is matching(B, log A).
 def matching(B, log_A):
     """Targets B (G, n, m), log A (k, n, m) -> the loss of each image (n,)."""
     G, k, loss = len(B), len(log_A), 0
@@ -197,14 +197,15 @@ class Model(nn.Module):
 
     def latents(self, network, views, gather):  # -> h (k, n, d), z (k, n, E)
         encoder, projector = network
-        h = torch.cat([self.readout(encoder(images)) for images in by_size(views)])  # (k n, d)
+        batches = by_size(views)  # one batch of images for each size (below)
+        h = torch.cat([self.readout(encoder(images)) for images in batches])    # (k n, d)
         h = h.unflatten(0, (len(views), -1))
         return h, projector(h, gather)
 
     def readout(self, tokens):  # (images, N, d), N tokens of an image -> h (images, d)
         return tokens[:, 0] if self.config.readout == "cls" else tokens.mean(1)
 
-    def loss(self, z, n_views, z_m, gather):
+    def loss(self, z, n_views, z_m, gather):  # Ablation (below) has other losses
         cfg = self.config
         return bam_loss(z, n_views, z_m, n_global=2, tau=cfg.tau, tau_b=cfg.tau_b,
                         iters=cfg.sinkhorn_iters, mask=cfg.mask, gather=gather, entropies=True)

@@ -21,7 +21,7 @@ and k are words of one caption in Eq. 6.
     vbar, tbar  vbar, tbar              (B, E)      Sec. 2; global embeddings
     a           alignment_weights       (B, L, P)   Eq. 2-4
     sigma       threshold               scalar      Eq. 3; 1 / P by default
-    c_l         c                       (B, L, E)   Eq. 5; language-grouped vision embedding
+    c_l         grouped_patches, c      (B, L, E)   Eq. 5; language-grouped vision embedding
     tau         1 / scale               scalar      Eq. 1, 6; temperature, learned, shared by both
     L_g         global_loss             scalar      Eq. 1
     L_f         fine_grained_loss       scalar      Eq. 6; the fine-grained loss
@@ -69,8 +69,8 @@ class Config:
     token_mean: Literal["caption", "batch"] = "caption"
 
 
-# Below the core: in_fp32, Gather, own_columns, in_rows, mean_of_batch, softmax_weights, Residual,
-# and what refuses wrong arguments (check_..., checked_...).
+# Below the core: in_fp32, Gather, own_columns, caption_losses, mean_of_batch, softmax_weights,
+# Residual, and what refuses wrong arguments (check_..., checked_...).
 
 
 def fp32(function):
@@ -95,9 +95,7 @@ def all_ranks(x):
 @fp32
 def global_loss(v, t, scale, *, gather=all_ranks):
     """CLIP's loss. v, t (B, E): vbar, tbar of this rank, normalised here -> scalar. scale: 1 / tau,
-    from 1 to 100. Give log_scale.exp(), not log_scale: a logarithm above 1 raises no error unless
-    it is an nn.Parameter. gather: see all_ranks. Gradients accumulated over small batches differ
-    from those of one large batch: each small batch has fewer negatives."""
+    from 1 to 100. gather: see all_ranks."""
     check_pairs(v, t, scale)
     vbar, tbar = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
     v_to_t = scale * vbar @ gather(tbar).T           # (B, world * B)  cos(vbar_i, tbar_j) / tau
@@ -128,15 +126,14 @@ def alignment_weights(tokens, patches, threshold=None):
 
 
 # c_l = sum_{r=1..P} a_lr v_r                                                    (Eq. 5)
-def caption_losses(tokens, patches, words, scale, align):
-    """t (B, L, E), v (B, P, E), words (B, L) -> loss_i (B,) of each caption i."""
-    c = align(tokens, patches) @ patches     # (B, L, E)  Eq. 5; align: Eq. 2-4
-    return sequence_losses(c, tokens, words, scale)
+def grouped_patches(tokens, patches, align):
+    """t (B, L, E), v (B, P, E) -> c (B, L, E). align(t, v) -> a (B, L, P), Eq. 2-4."""
+    return align(tokens, patches) @ patches
 
 
 # L_f = 1/B sum_i loss_i / L_i,  L_i: the number of words of caption i
-# loss_i = -1/2 sum_j [ log softmax_k(cos(c_ij, t_ik) / tau)_j
-#                     + log softmax_k(cos(t_ij, c_ik) / tau)_j ]                 (Eq. 6)
+# loss_i = -1/2 sum_j [ log softmax_k(cos(c_ij, t_ik) / tau) at k = j
+#                     + log softmax_k(cos(t_ij, c_ik) / tau) at k = j ]          (Eq. 6)
 # i: a pair of image and caption. j, k: words of caption i. c_ij: c_l of Eq. 5 for its word l = j.
 @fp32
 def sequence_losses(c, t, words, scale):
@@ -153,31 +150,22 @@ def sequence_losses(c, t, words, scale):
     return -0.5 * log_p.masked_fill(~words, 0.0).sum(1)
 
 
-def mean_of_words(losses, words, token_mean="caption", gather=all_ranks):
-    """loss_i (B,), words (B, L) -> L_f. token_mean="batch" is listing 1 (below)."""
-    count = words.sum(1)                     # (B,), L_i
-    if token_mean != "caption":
-        return mean_of_batch(losses, count, token_mean, gather)
-    return (losses / count.clamp(min=1)).mean()  # 1/B sum_i loss_i / L_i
-
-
 @fp32
 def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
                       token_mean="caption", gather=all_ranks):
-    """The fine-grained loss L_f. tokens t_l (B, L, E) and patches v_p (B, P, E), not normalised ->
-    scalar. mask (B, L): True on words; words_only makes it from the tokens' mask. scale: 1 / tau,
-    from 1 to 100. align(tokens, patches) -> a (B, L, P), Eq. 2-4. Only token_mean="batch" uses
-    gather. An inverted mask raises no error. Swapped tokens and patches raise none if L = P.
-
-    L_f can fall although the model ignores the images. To see this, log also L_f with
-    patches.roll(1, 0) (FullModel.diagnose). This second loss must be much larger than L_f.
-    """
+    """The fine-grained loss L_f (Eq. 6). tokens t_l (B, L, E) and patches v_p (B, P, E), not
+    normalised -> scalar. mask (B, L): True on words; words_only makes it from the tokens' mask.
+    scale: 1 / tau, from 1 to 100. align: see Eq. 5. Only token_mean="batch" uses gather."""
     words = checked_words(tokens, patches, mask, scale)     # (B, L)
     tokens = tokens.masked_fill(~words[..., None], 0.0)     # weight 0 * NaN would be NaN
-    # in_rows (below) is caption_losses(tokens, patches, words, scale, align) in less memory
-    losses = in_rows(functools.partial(caption_losses, scale=scale, align=align), tokens, patches,
-                     words, size=tokens.shape[1] * patches.shape[1])        # (B,)
-    return mean_of_words(losses, words, token_mean, gather)
+    # caption_losses (below) computes, in less memory,
+    #     c = grouped_patches(tokens, patches, align)             # (B, L, E)
+    #     losses = sequence_losses(c, tokens, words, scale)       # (B,), loss_i
+    losses = caption_losses(tokens, patches, words, scale, align)
+    count = words.sum(1)                                    # (B,), L_i
+    if token_mean != "caption":
+        return mean_of_batch(losses, count, token_mean, gather)  # as listing 1 (below)
+    return (losses / count.clamp(min=1)).mean()             # 1/B sum_i loss_i / L_i
 
 
 def words_only(mask):
@@ -265,6 +253,10 @@ class Model(nn.Module):
 #   * Weights have no gradient, or come from cosines; Eq. 2 has inner products.
 #   * Negatives come from all captions of the batch; Eq. 6 has the words of one caption.
 #   * sigma is missing, or is 1 / 196 for every number of patches.
+# An inverted mask raises no error. Swapped tokens and patches raise none if L = P.
+#
+# L_f can fall although the model ignores the images. To see this, log also L_f with
+# patches.roll(1, 0) (FullModel.diagnose). This second loss must be much larger than L_f.
 #
 # To add L_f to OpenCLIP's CLIP (`model`): `images` and `ids` are the model's inputs.
 #     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)       # once
@@ -305,7 +297,8 @@ class Model(nn.Module):
 #
 # On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its own
 # rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients, and the
-# mean is the gradient of one process.
+# mean is the gradient of one process. Gradients accumulated over small batches differ from those of
+# one large batch: each small batch has fewer negatives.
 # To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x. DDP's
 # forward may wait for the other ranks.
 
@@ -394,7 +387,8 @@ def readable(x):
 
 def check_scale(scale):
     """Raise ValueError if scale is not a number from 1 to 100 (101 by rounding), or is a parameter,
-    as a log-scale is. For a parameter p that is no logarithm give 1 * p."""
+    as a log-scale is. A logarithm above 1 that is no parameter passes. For a parameter p that is
+    no logarithm give 1 * p."""
     if isinstance(scale, nn.Parameter):
         raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
     if torch.is_tensor(scale) and scale.numel() != 1:
@@ -552,6 +546,14 @@ def in_rows(function, *rows, size, limit=2**24):
     parts = zip(*[x.split(n) for x in rows])
     return torch.cat([checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
                       for part in parts])
+
+
+def caption_losses(tokens, patches, words, scale, align):
+    """t (B, L, E), v (B, P, E), words (B, L) -> loss_i (B,) of each caption (Eq. 5, 6)."""
+    def of_rows(tokens, patches, words):
+        return sequence_losses(grouped_patches(tokens, patches, align), tokens, words, scale)
+
+    return in_rows(of_rows, tokens, patches, words, size=tokens.shape[1] * patches.shape[1])
 
 
 def mean_of_batch(losses, count, token_mean, gather):
@@ -736,9 +738,10 @@ def mgca_loss(tokens, patches, mask, word_context, patch_context, scale):
     check_scale(scale)
     mask = as_bools(mask, tokens.shape[:2])
     patch_mask = mask.any(1, keepdim=True).expand(patches.shape[:2])    # (b, P)
-    of_words = sequence_losses(word_context, tokens, mask, scale)
+    of_words = sequence_losses(word_context, tokens, mask, scale) / mask.sum(1).clamp(min=1)
     of_patches = sequence_losses(patch_context, patches, patch_mask, scale)
-    return (mean_of_words(of_words, mask) + mean_of_words(of_patches, patch_mask)) / 2
+    of_patches = of_patches / patch_mask.sum(1).clamp(min=1)
+    return (of_words.mean() + of_patches.mean()) / 2
 
 
 @fp32

@@ -65,8 +65,8 @@ class Config:
     init_scale: float = 1 / 0.07   # first 1 / temperature of CLIP's loss, > 0 (CLIP, Sec. 2.5)
 
 
-# Below the core: in_fp32, Gather, own_columns, after_end, Keys, and what refuses wrong
-# arguments (check_..., checked_...).
+# Below the core: in_fp32, Gather, own_columns, Keys, and what refuses wrong arguments (check_...,
+# checked_...).
 
 
 def fp32(function):
@@ -87,7 +87,7 @@ def all_ranks(x):
 
 # y_l = W K_l H^T softmax(H K_l^T q_l / sqrt(D))                                    (Eq. 1)
 #
-# forward works from the right to the left: y_l = W (K_l (H^T softmax(H (K_l^T q_l / sqrt(D))))).
+# Sparo.forward computes it from the right to the left:
 #     u_l = K_l^T q_l / sqrt(D)   (d,)  comes first, because no image is in it
 #     a_l = softmax(H u_l)        (n,)  the attention
 #     p_l = H^T a_l               (d,)  one vector, so that K_l need not project n outputs
@@ -111,22 +111,19 @@ class Sparo(nn.Module):
         """Outputs x (B, n, d) -> slots (B, L, V); with return_attn also the attention (B, L, n).
         eos_idx (B,): the index of each caption's last token. Slots ignore the positions after it.
         """
-        H = checked_outputs(x, self.KVproj.in_features)            # x, checked
-        if eos_idx is not None:
-            padding = after_end(eos_idx, x)                        # (B, n), below
-            H = H.masked_fill(padding[..., None], 0.0)             # attention 0 * NaN would be NaN
-        q = self.q.view(-1, self.D)                                # (L, D)
-        K, b = self.keys()                                         # (L, D, d), (L, D)
-        u = torch.einsum("lD,lDd->ld", q, K) * self.D**-0.5        # (L, d), rows u_l
-        scores = (H @ u.T).transpose(1, 2)                         # (B, L, n), rows H u_l
-        if eos_idx is not None:
+        H, padding = checked_outputs(x, self.KVproj.in_features, eos_idx)    # padding (B, n)
+        q = self.q.view(-1, self.D)                                 # (L, D)
+        K, b = self.keys()                                          # (L, D, d), (L, D)
+        u = torch.einsum("lD,lDd->ld", q, K) * self.D**-0.5         # (L, d)     K_l^T q_l / sqrt(D)
+        scores = (H @ u.T).transpose(1, 2)                          # (B, L, n)  H u_l
+        if padding is not None:
             scores = scores.masked_fill(padding[:, None], -torch.inf)
-        attn = scores.softmax(-1)                                  # (B, L, n)
-        p = attn @ H                                               # (B, L, d), rows p_l
-        # differs: the bias b_l. sum_i a_li (K_l h_i + b_l) = K_l p_l + b_l, because a_l sums to 1.
+        attn = scores.softmax(-1)                                   # (B, L, n)  a_l
+        p = attn @ H                                                # (B, L, d)  H^T a_l
+        # differs: W has a bias, and so has K_l: b_l (App. A). a_l sums to 1, so b_l is added once.
         # In the scores q_l . b_l is one number for all positions of a slot: softmax ignores it.
-        values = torch.einsum("bld,lDd->blD", p, K) + b            # (B, L, D), K_l p_l + b_l
-        y = self.Wproj(values)  # (B, L, V)  differs: plus W's bias
+        values = torch.einsum("bld,lDd->blD", p, K) + b             # (B, L, D)  K_l p_l + b_l
+        y = self.Wproj(values)                                      # (B, L, V)  W (K_l p_l + b_l)
         return (y, attn) if return_attn else y
 
     def keys(self):
@@ -153,9 +150,7 @@ def normalize_slots(y):
 def clip_loss(v, t, scale, *, gather=all_ranks):
     """v, t: slots (B, L, V) or encodings (B, M) of this rank's images and captions -> scalar. An
     encoding counts as one slot: slots.flatten(1) is another loss. The loss normalises v and t.
-    scale: 1 / tau, from 1 to 100. Give log_scale.exp(), not log_scale: a logarithm above 1 raises
-    no error unless it is an nn.Parameter. gather: see all_ranks. Gradients accumulated over small
-    batches differ from those of one large batch: each small batch has fewer negatives."""
+    scale: 1 / tau, from 1 to 100. gather: see all_ranks."""
     check_pairs(v, t, scale)
     y_i = normalize_slots(v if v.ndim == 3 else v[:, None])   # (B, M)
     y_t = normalize_slots(t if t.ndim == 3 else t[:, None])   # (B, M)
@@ -234,7 +229,8 @@ class Model(nn.Module):
 #
 # On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its own
 # rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients, and the
-# mean is the gradient of one process.
+# mean is the gradient of one process. Gradients accumulated over small batches differ from those of
+# one large batch: each small batch has fewer negatives.
 # To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x. DDP's
 # forward may wait for the other ranks.
 
@@ -343,7 +339,8 @@ def readable(x):
 
 def check_scale(scale):
     """Raise ValueError if scale is not a number from 1 to 100 (101 by rounding), or is a parameter,
-    as a log-scale is. For a parameter p that is no logarithm give 1 * p."""
+    as a log-scale is. A logarithm above 1 that is no parameter passes. For a parameter p that is
+    no logarithm give 1 * p."""
     if isinstance(scale, nn.Parameter):
         raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
     if torch.is_tensor(scale) and scale.numel() != 1:
@@ -361,10 +358,15 @@ def check_pairs(v, t, scale):
                          "need (B, L, V) or (B, M).")
 
 
-def checked_outputs(x, d):
+def checked_outputs(x, d, eos_idx):
+    """Outputs x (B, n, d) -> x with zeros at padding, because attention 0 * NaN would be NaN, and
+    the padding (B, n), None without eos_idx. Raises ValueError for a wrong shape."""
     if x.ndim != 3 or x.shape[2] != d:
         raise ValueError(f"Sparo needs x (B, n, {d}), not {tuple(x.shape)}.")
-    return x
+    if eos_idx is None:
+        return x, None
+    padding = after_end(eos_idx, x)
+    return x.masked_fill(padding[..., None], 0.0), padding
 
 
 def check_groups(L, grp_size):

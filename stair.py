@@ -93,16 +93,6 @@ def contrastive_loss(v, t, scale, *, gather=all_ranks):
     return (F.cross_entropy(image_to_text, own) + F.cross_entropy(text_to_image, own)) / 2
 
 
-# L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2,  N: the images or captions of all ranks (Eq. 6)
-@fp32
-def flops_loss(enc, *, gather=all_ranks):
-    """enc (B, |V|), not normalised -> scalar, the same on all ranks. The loss is small if few words
-    are active, and if each word is active in few samples."""
-    check_encodings(enc)
-    mean = enc.mean(0, keepdim=True)                                 # (1, |V|), of this rank
-    return gather(mean).mean(0).square().sum()
-
-
 # p(h_j) = e . transform(h_j) + b,  transform(h) = LayerNorm(GELU(FC(h)))            (Eq. 4)
 # enc = log(1 + relu(max_j p(h_j)))                                                  (Eq. 5)
 def encode(transform_h, e, b, mask=None):
@@ -141,6 +131,16 @@ class TokenProjectionHead(nn.Module):
         return streamed(transform_h, e, b, mask, revived, self.training)
 
 
+# L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2,  N: the images or captions of all ranks (Eq. 6)
+@fp32
+def flops_loss(enc, *, gather=all_ranks):
+    """enc (B, |V|), not normalised -> scalar, the same on all ranks. The loss is small if few words
+    are active, and if each word is active in few samples."""
+    check_encodings(enc)
+    mean = enc.mean(0, keepdim=True)                                 # (1, |V|), of this rank
+    return gather(mean).mean(0).square().sum()
+
+
 # mask(y)_k = 1 if token k is in the caption y                                       (Eq. 8)
 def caption_mask(tokens, mask, size):
     """tokens, mask (B, n), False at padding; size: |V| -> mask(y) (B, |V|), 0 or 1."""
@@ -153,8 +153,7 @@ class Model(nn.Module):
     """Two encoders, each with a head: image_encoder(images) -> (B, n, image_width) and
     text_encoder(tokens, mask) -> (B, n, text_width). text_encoder.embedding is the nn.Embedding
     (|V|, D) that the encoder reads; text_encoder.special has the ids of tokens that are not words.
-    Call begin_stage at the begin of each stage and after_update after each update (recipe: below).
-    """
+    Call begin_stage at the start of each stage, after_update after each update (recipe: below)."""
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
@@ -173,8 +172,10 @@ class Model(nn.Module):
     def forward(self, batch, gather=all_ranks):
         """batch: images (B, 3, H, W), tokens (B, n), mask (B, n), True at tokens, False at padding.
         Returns {"loss": scalar, and scalars to log}."""
-        cfg, scale = self.config, self.log_scale.exp()            # scale: 1 / T
-        tokens, mask, revived = batch["tokens"], batch["mask"], None
+        cfg = self.config
+        scale = self.log_scale.exp()                              # 1 / T
+        tokens, mask = batch["tokens"], batch["mask"]
+        revived = None
         if self.number <= cfg.revive_until:                       # differs (header)
             revived = self.caption_words(tokens, mask) > 0        # (B, |V|)
         v = self.image_encoding(batch["images"], revived)         # (B, |V|)
@@ -214,6 +215,7 @@ class Model(nn.Module):
         self.number = number
         self.stage.fill_(number)
         # Stage 2 freezes the image encoder and its head, but not e, which the text encoder trains.
+        # FullModel (below) also freezes the statistics of BatchNorm.
         self.image_encoder.requires_grad_(number != 2)
         self.image_head.requires_grad_(number != 2)
         if fresh:
@@ -365,7 +367,8 @@ def readable(x):
 
 def check_scale(scale):
     """Raise ValueError if scale is not a number from 1 to 100 (101 by rounding), or is a parameter,
-    as a log-scale is. For a parameter p that is no logarithm give 1 * p."""
+    as a log-scale is. A logarithm above 1 that is no parameter passes. For a parameter p that is
+    no logarithm give 1 * p."""
     if isinstance(scale, nn.Parameter):
         raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
     if torch.is_tensor(scale) and scale.numel() != 1:

@@ -138,7 +138,7 @@ sum(1, keepdim=True)« - 1e-4 => ») # 0.6 * 25 in float32
 return (s.softmax(«1 => 2») * s).sum(1) # PACL: softmax over patches
 a = s.softmax(«1 => 0») # GLoRIA: softmax over patches
 «.masked_fill(~words, torch.finfo(s.dtype).min).logsumexp => .logsumexp»(2) # GLoRIA: padding
-+ mean_of_words(of_patches, patch_mask))« / 2 => » # MGCA: the mean
+(of_words.mean() + of_patches.mean())« / 2 => » # MGCA: the mean
 q = («s.detach() => s» / 0.05).exp() # targets have no gradient
 q = (s.detach() / «0.05 => 0.1»).exp() # D.4: epsilon ;; for _ in range(«3 => 2»): # D.4: iterations
 q = q / «gather(q.sum(1)[None]).sum(0 => q.sum(1»)[:, None] # columns of one rank
