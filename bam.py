@@ -190,7 +190,8 @@ class Model(nn.Module):
         views, z_m = checked_views(batch["views"]), None
         if self.teacher:  # before the student, whose activations stay in memory until backward
             with torch.no_grad():
-                z_m = self.latents(self.teacher, views, gather)[1].flatten(0, 1)
+                _, z_m = self.latents(self.teacher, views, gather)             # (k, n, E)
+            z_m = z_m.flatten(0, 1)                                            # (k n, E)
         h, z = self.latents(self.student(), views, gather)
         loss, *entropies = self.loss(z.flatten(0, 1), len(views), z_m, gather)
         return {"loss": loss, **to_log(h, z, gather, *entropies)}

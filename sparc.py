@@ -89,8 +89,8 @@ def all_ranks(x):
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
-# L_g = -1/(2B) sum_i [ log softmax_j(cos(vbar_i, tbar_j) / tau)_i
-#                     + log softmax_j(cos(tbar_i, vbar_j) / tau)_i ]             (Eq. 1)
+# L_g = -1/(2B) sum_i [ log softmax_j(cos(vbar_i, tbar_j) / tau) at j = i
+#                     + log softmax_j(cos(tbar_i, vbar_j) / tau) at j = i ]      (Eq. 1)
 # cross_entropy(logits, own) is -1/B sum_i log softmax(row i) at the row's own column.
 @fp32
 def global_loss(v, t, scale, *, gather=all_ranks):
