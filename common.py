@@ -121,8 +121,8 @@ def explained(kinds, what, remedy=""):
 
 
 def prepare_output():
-    """Print each line at once. Print characters that the terminal cannot show as backslash escapes,
-    because an unusual file name must not end a run."""
+    """Print each line at once. Print a backslash escape for a character that the terminal cannot
+    show, because an unusual file name must not end a run."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # a closed stream is None
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
 
@@ -491,7 +491,7 @@ class TextTransformer(Encoder):
         super().__init__()
         self.vocab_size, self.context, self.width = vocab_size, context, width
         self.causal = causal
-        self.special = ()  # ids of tokens that are no words, such as [SEP], by build_encoders
+        self.special = ()  # ids of tokens that are no words; build_encoders sets them
         self.embedding = nn.Embedding(vocab_size, width)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.pos = nn.Parameter(torch.randn(1, context, width) * 0.01)
@@ -1117,7 +1117,7 @@ def random_crop(image, scale, generator=None):
         if attempt == 10 and height == width:
             return 0, 0, height, width
         area, low, high = uniform(*scale).item(), 3 / 4, 4 / 3
-        if attempt == 10:  # a ratio near that of the image, neither wider nor higher than the image
+        if attempt == 10:  # a ratio near the image's, so that the crop fits into the image
             own = width / height
             low, high = own * max(low, area), own * min(high, 1 / area)
         ratio = math.exp(uniform(math.log(low), math.log(high)).item())
@@ -1311,7 +1311,7 @@ class Views:
         of floats are floats.
 
         box: (left, top, right, bottom), as fractions of the sides. The centres of the crops lie in
-        this box (ContrastiveCrop, arXiv 2202.03278).
+        this box, as far as the crops fit into the image (ContrastiveCrop, arXiv 2202.03278).
         """
         if not torch.is_tensor(image):
             image = v2.functional.pil_to_tensor(image)       # see crop_and_flip
@@ -2103,8 +2103,8 @@ def read_table(path, image, caption):
 
     image, caption: the names of the two columns. With "" the columns are filepath and title, as in
     OpenCLIP, or image and caption, as in Flickr. Raises UserError if a column is missing. Also
-    raises UserError if an open quote joins rows. A line of such a cell is a row with the name of an
-    image.
+    raises UserError if an open quote joins rows. Such a quote never ends, or its cell has a line
+    with as many fields as the header, one of them with the ending of an image.
     """
     with open(path, newline="", encoding="utf-8-sig") as file:
         delimiter, columns = read_header(file)

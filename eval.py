@@ -740,7 +740,8 @@ class Flags:
     # the training or, if the training had none, --data of the training
     data: list[str] | None = None
     # directory of the image files that --data names by relative paths. Without --image-root the
-    # paths are relative to the directory of the FILE, or to DIR/images for Winoground
+    # paths are relative to the directory of the FILE, to DIR/images for Winoground, or to the
+    # current directory for SugarCrepe
     image_root: str | None = None
     # split of --data, if the data have splits. Without --split the split is val for Pascal VOC and
     # DAVIS, and test for other data
@@ -751,8 +752,8 @@ class Flags:
     # probes learn from 20,000 samples
     limit: int | None = None
     # file of class names, one name a line. For class folders, the first line names the first folder
-    # in sorted order. For shards, the first line names label 0. If the lines are the names of the
-    # class folders in another order, line i (from 0) names label i in the shards of --train-data
+    # in sorted order. For shards, the first line names label 0. If --data are class folders and
+    # --train-data are shards, the lines may be the names of the folders in the order of the labels
     classes: str | None = None
     # prompts for zero-shot classification, or one file with a prompt on each line. {} in a prompt
     # stands for the name of a class. {a} stands for the name with its article
@@ -1765,7 +1766,7 @@ def weights_on_objects(task, embedder, data, words_of):
 
 
 def alignment(embedder, data, options):
-    """Weight of a word on the objects that it names, divided by its weight on objects (SPARC)."""
+    """Weight of a word on the objects that it names, divided by its weight on all (SPARC)."""
     return weights_on_objects("alignment", embedder, data, maps_of_words)
 
 
@@ -1828,7 +1829,7 @@ def words_of_slots(embedder, image, caption):
 
 
 def slot_alignment(embedder, data, options):
-    """Share of the objects in a slot's brightest patch that the word of the slot names (SPARO).
+    """How often the brightest patch of a slot shows an object that the slot's word names (SPARO).
 
     Only slots that agree on image and caption count (sparo.slot_words)."""
     return weights_on_objects("slot_alignment", embedder, data, words_of_slots)
@@ -2110,8 +2111,8 @@ def default_tasks(data, model):
 
 
 def to_float(found):
-    """The result of a task for one metric -> float. A result is a number, a tensor, whose mean
-    counts, or a tuple (result, chance), of which the first item counts."""
+    """The result of a task for one metric -> float. A result is a number, or a tensor, which gives
+    its mean, or a tuple (result, chance), which gives its first item."""
     value = found[0] if isinstance(found, tuple) else found
     return value.float().mean().item() if torch.is_tensor(value) else value
 

@@ -126,8 +126,8 @@ class Config:
     image_root: str | None = None
     # SPEC of the data on which the run is evaluated at the end. Without --eval-data the run is
     # evaluated on the test split of --data. If --data has no splits, the training images are the
-    # test images. There is no evaluation without --eval-data if --data are shards (.tar), or if BAM
-    # or DINO train on files
+    # test images. Only --eval-data can evaluate BAM and DINO that train on files, and other methods
+    # that train on shards (.tar). A classifier is evaluated on its own shards
     eval_data: str | None = None
     # vocabulary file: vocab.txt of BERT, or bpe_simple_vocab_16e6.txt.gz of CLIP. Without --vocab a
     # new vocabulary is trained on the captions of --data
@@ -155,9 +155,10 @@ class Config:
     # the names
     text_encoder: str = "12x512"
     # file of pretrained weights to start from. Methods with captions load a whole CLIP. Methods
-    # without captions load a ViT whose parameters have timm's names. The file does not say which
-    # heads, quick_gelu, eps and pixels the encoder needs, so give these four in --image-encoder.
-    # Wrong values raise no error. No encoder here has blurred strides or norms after the attention
+    # without captions load a ViT with timm's names of parameters, or a ResNet with torchvision's.
+    # The file does not say which heads, quick_gelu, eps and pixels the encoder needs, so give these
+    # four in --image-encoder. Most wrong values raise no error. Weights of a ResNet that blurs
+    # before it strides, or of a ViT with norms after the attention, fit no encoder here
     init_weights: str | None = None
 
     # number of updates. With 0 the model is only evaluated, for example after --init-weights
@@ -194,7 +195,7 @@ class Config:
     probe: Literal["adamw", "sgd"] = "adamw"
 
     # precision of the encoders. Without --amp the precision is bf16 on a GPU, and fp32 (off) on a
-    # CPU. The loss is always computed in fp32
+    # CPU. The loss is computed in fp32. With bf16 and fp16 a GPU uses TF32 for products of the loss
     amp: Literal["bf16", "fp16", "off"] | None = None
     # use torch.compile on each block of the ViT and of the text encoder. A ResNet is compiled as a
     # whole
@@ -205,10 +206,10 @@ class Config:
     # the parts one after the other. The loss still compares the whole batch
     accum_freq: int = 1
     # print what the run costs, and do not train. --dry-run 8 shares the batch among 8 GPUs.
-    # flops_per_sample: FLOPs of the forward pass. h100_hours: largest number of hours that one H100
-    # needs, at 200 TFLOPs a second. gpu_gib: GiB of memory of each GPU in bf16, without the block
-    # that --grad-checkpoint recomputes. chance_loss: loss of a random guess. With --out DIR the
-    # command also draws first-batch.png
+    # flops_per_sample: FLOPs of the forward pass. h100_hours: hours of one H100 at 200 TFLOPs a
+    # second, fewer if the method has a teacher. gpu_gib: GiB of memory of each GPU in bf16, without
+    # the block that --grad-checkpoint recomputes. chance_loss: loss of a random guess. With --out
+    # DIR the command also draws first-batch.png
     dry_run: int = 0
     # number of steps to time. The command prints the images per second and then stops
     bench: int = 0
@@ -392,7 +393,8 @@ def parse_args(argv):
         own = METHODS[method].Settings
         usual = vars(Config()) | vars(own()) | usual
         common.add_flags(parser, own, {}, f"settings of {method}")
-    parser.set_defaults(**{name: x for name, x in usual.items() if x is not None})  # for the help
+    shown = {name: x for name, x in usual.items() if x is not None and name != "method"}
+    parser.set_defaults(**shown)  # for the help
     parser.epilog = lists_of_names([method] if method else METHODS)
     parser.add_argument("-h", "--help", action="help", help="show this and stop")
     args = parser.parse_args(rest, argparse.Namespace(**usual | given))
