@@ -6,14 +6,14 @@ attention of a view is the softmax of its similarities to the views of all other
 match a target that is made from another view of the same image. Sinkhorn balances the targets, so
 that all columns get the same total weight. A lower temperature sharpens the targets.
 
-There are W ranks (world in all_ranks). Each has n images, so the paper's n is W n. Each image has k
-views. The first G of them are large (global); Model has G = 2. A representation has d numbers, a
-latent has E numbers.
+There are W ranks, with n images each; the paper's n is W n. An image has k views (n_views), and the
+first G of them (n_global) are large; Model has G = 2. A representation has d numbers, a latent has
+E numbers.
 
     symbol    name here                  shape         where
     h = f(x)  image_encoder, readout     (k, n, d)     Sec. 3; the representation, used later
     z = g(h)  projector, z               (k, n, E)     Sec. 3; latents; arrange makes |z| = 1
-    Z_m       z_m                        (k, n, E)     App. C; latents of the teacher, or z
+    Z_m       z_m, teacher in bam_loss   (k, n, E)     App. C; latents of the teacher, or z
     (none)    c                          (m, E)        z_m of all m = W G n large views: S's columns
     S, S hat  similarities               (k, n, m)     Eq. 3; rows z for A, z_m for B; columns c
     A         attention                  (k, n, m)     Eq. 1; row a_i^j: view j of image i
@@ -72,8 +72,8 @@ class Config:
 
 
 def fp32(function):
-    """A decorator for losses. It casts half-precision arguments to float32, keeps float64, and
-    turns autocast off (in_fp32, below)."""
+    """A decorator. It casts half-precision arguments to float32, keeps float64, and turns autocast
+    off (in_fp32, below)."""
     @functools.wraps(function)
     def call(*args, **options):
         return in_fp32(function, *args, **options)
@@ -81,9 +81,10 @@ def fp32(function):
 
 
 def all_ranks(x):
-    """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
-    order of the ranks, and has a gradient (Gather, below). Without a process group, it returns x.
-    On several GPUs, or to validate on one rank alone: see Ranks, below."""
+    """The default of every argument `gather`. It joins the rows x (R, ...) of all ranks to
+    (world * R, ...), in the order of the ranks, with a gradient (Gather, below). Without a process
+    group, it returns x. On several GPUs, give each rank equally many rows, in DDP. To validate on
+    one rank alone, call the model, not DDP(model), with gather=lambda x: x (Ranks, below)."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
@@ -96,7 +97,8 @@ def attention(S, tau, log=False):
 
 
 # L_SA-matching = sum_{j != j'} sum_i CE(a_i^j, a_i^j'),  CE(a, a') = -<a, log a'>   (Eq. 2)
-# Eq. 2 is matching(A, log A). Eq. 5, whose targets are b_i^j, is matching(B, log A).
+# Eq. 2 is matching(A, log A). Eq. 5, whose targets are b_i^j, is matching(B, log A). The sum over i
+# is in bam_loss.
 def matching(B, log_A):
     """Targets B (G, n, m), log A (k, n, m) -> the loss of each image (n,)."""
     G, k, loss = len(B), len(log_A), 0
@@ -107,12 +109,12 @@ def matching(B, log_A):
     return loss / (G * (k - 1))  # differs: a mean over the pairs of views (bam_loss.py:128)
 
 
-# S(i, j)     = cos(z_i, z_j),  i and j: views of any images                         (Sec. 3.1)
+# S(i, j)     = cos(z_i, z_j),  i and j: views of any images, not i, j of Eq. 1      (Sec. 3.1)
 # S hat(i, j) = 0 if i and j show one image, i = j (mod n), else S(i, j)             (Eq. 3)
 @fp32
 def similarities(z, c, is_same, mask="exclude"):
-    """Rows z (k, n, E) and columns c (m, E) of length 1, is_same (k, n, m): whether a row and a
-    column show one image -> S hat (k, n, m)."""
+    """Rows z (k, n, E) and columns c (m, E) of length 1 -> S hat (k, n, m). is_same (k, n, m): a
+    row and a column show one image. mask="self" and "none" mark other pairs (same_image, below)."""
     S = z @ c.T                                                          # (k, n, m)
     # differs: exclude (header). -1e30 stands for -inf, because 0 * -inf in Eq. 5 would be NaN.
     return S.masked_fill(is_same, -1e30 if mask == "exclude" else 0.0)
@@ -123,10 +125,10 @@ def similarities(z, c, is_same, mask="exclude"):
 @fp32
 @torch.no_grad()
 def sinkhorn(S, tau, iters, *, gather=all_ranks):
-    """S (..., rows, columns) of this rank, tau: tau_B -> B, without gradient. Each row sums to 1,
-    so a column sums to about (rows of all ranks) / columns (bam_loss.py:289). This is k / G in
-    bam_loss, and 1 for the square S of the paper."""
-    log_K = S / tau
+    """S (..., rows, columns) of this rank, tau: tau_B -> B, without gradient. Rows sum to 1.
+    differs: columns sum to about k / G, not 1 (bam_loss.py:289), because the S of all ranks has k
+    rows and G columns for each image. The paper's S is square."""
+    log_K = S / tau                                      # tau is tau_B
     for _ in range(iters):                               # differs: columns first
         sums = log_K.logsumexp(-2, keepdim=True)         # (1, m), log sums over this rank's rows
         log_K -= gather(sums[None]).logsumexp(0)         # columns; [None]: a dimension for ranks
@@ -140,9 +142,9 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
     """z (n_views * n, E): latents of n images, view after view, large views first -> L_BAM, a
     scalar; with entropies=True also the mean entropies of A's and of B's rows (Fig. 3).
 
-    teacher: the teacher's latents, in the order of z. Targets and columns use them (App. C); z
-    serves if it is None. n_global: number of large views; None: all views are large. tau, tau_b,
-    iters, mask: see Config (iters is sinkhorn_iters there). All ranks have n images.
+    teacher: z_m (k n, E), the teacher's latents, for targets and columns (App. C); None: z_m is z.
+    n_global: number of large views; None: all views are large. tau, tau_b, iters, mask: see Config
+    (iters is sinkhorn_iters there). All ranks have n images.
     """
     G = n_views if n_global is None else n_global
     check_temperatures(tau, tau_b, iters)
@@ -150,12 +152,12 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
     with torch.no_grad():  # targets have no gradient (Sec. 4.1)
         S_hat = similarities(z_m, c, is_same, mask)                          # (k, n, m)
         B = sinkhorn(S_hat.flatten(0, 1), tau_b, iters, gather=gather)       # (k n, m)
-    B = B.view(S_hat.shape)[:G]     # (G, n, m)  differs: small views are no targets
+    B = B.view(S_hat.shape)[:G]     # (G, n, m)  differs: small views balance, but are no targets
     # matching_loss (below) computes, in less memory,
     #     log_A = attention(similarities(z, c, is_same, mask), tau, log=True)    # (k, n, m)
     #     loss = matching(B, log_A).mean()    # differs: a mean over images (bam_loss.py:128)
-    found = matching_loss(z, B, c, is_same, mask, tau)
-    return found if entropies else found[0]
+    loss, *of_rows = matching_loss(z, B, c, is_same, mask, tau)
+    return (loss, *of_rows) if entropies else loss
 
 
 @fp32
@@ -171,9 +173,9 @@ def arrange(z, n_views, n_global, z_m, mask, gather):
 
 class Model(nn.Module):
     """An image encoder f, a projector g and, with config.teacher, a moving average of both.
-    image_encoder(images of any size) -> tokens (n, N, image_width), [CLS] first; image_encoder.cls
-    is None if there is no [CLS]. text_encoder and text_width are not used. Call after_update after
-    each update."""
+    image_encoder(images of any size) -> tokens (images, N, image_width), [CLS] first;
+    image_encoder.cls is None if there is no [CLS]. text_encoder and text_width are not used. Call
+    after_update after each update."""
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
@@ -216,8 +218,8 @@ class Model(nn.Module):
         """teacher = momentum * teacher + (1 - momentum) * student (Sec. 3.5)."""
         check_step(step, steps)
         if self.teacher:
-            # The momentum rises to 1 (main_pretrain.py:261). step + 1: the authors update at the
-            # start of the next step (wrappers.py:103).
+            # The momentum rises to 1 (main_pretrain.py:261). The authors make this update at the
+            # start of step + 1, with the momentum of that step (wrappers.py:103).
             cosine = math.cos(math.pi * ((step + 1) / steps))
             momentum = 1 - (1 - self.config.ema) * (1 + cosine) / 2
             students = list(self.student().parameters())
@@ -247,8 +249,8 @@ class Model(nn.Module):
 # Ranks --------------------------------------------------------------------------------------
 #
 # On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its own
-# rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients, and the
-# mean is the gradient of one process.
+# rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients: the mean
+# is the gradient that one process has with all rows.
 # To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x. DDP's
 # forward may wait for the other ranks.
 

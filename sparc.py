@@ -6,10 +6,9 @@ single words (L_f). A word gives each patch of the image a weight that grows wit
 patches below a threshold get 0. The weighted mean of the patches must resemble this word more than
 the other words of the caption. We know of no code by the authors; their App. C has a listing.
 
-There are B pairs on each rank, P patches in an image, L tokens in the longest
-caption. Encoders have the width d, embeddings the width E, which is the paper's d. Indices: i is a
-pair of this rank, j in Eq. 1 a pair of any rank; l is a token; p, k and r are patches in Eq. 2-5; j
-and k are words of one caption in Eq. 6.
+There are B pairs on each rank, P patches in an image, and L tokens in the longest caption. Each
+encoder has its width d. Embeddings have the width E, the paper's d. Indices: i is a pair of this
+rank, j a pair of any rank, l and l' are tokens of one caption, p and r are patches.
 
     symbol      name here               shape       where
     f_v         Model.patch_outputs     (B, P, d)   Sec. 2; all patches, without [CLS]
@@ -28,7 +27,8 @@ and k are words of one caption in Eq. 6.
 
 Differs from the paper (search for "differs" for the rest):
   * If all similarities of a word are equal, Eq. 2 is 0 / 0. Each patch then gets 1 / P.
-  * [CLS] and [SEP] are not words: tbar and L_f leave them out. 53 of Sec. 4.1's 55 tokens remain.
+  * A caption's [CLS] and [SEP] are no words: tbar and L_f leave them out. 53 of Sec. 4.1's 55
+    tokens remain.
   * vbar and tbar follow Sec. 2. Listing 1's vbar has no h_v, its tbar includes the padding.
   * Evaluation crops the centre, but segmentation does not crop. Sec. 4.1 resizes the whole image to
     224 x 224, as the presets of the paper do in training.
@@ -74,8 +74,8 @@ class Config:
 
 
 def fp32(function):
-    """A decorator for losses. It casts half-precision arguments to float32, keeps float64, and
-    turns autocast off (in_fp32, below)."""
+    """A decorator. It casts half-precision arguments to float32, keeps float64, and turns autocast
+    off (in_fp32, below)."""
     @functools.wraps(function)
     def call(*args, **options):
         return in_fp32(function, *args, **options)
@@ -83,9 +83,10 @@ def fp32(function):
 
 
 def all_ranks(x):
-    """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
-    order of the ranks, and has a gradient (Gather, below). Without a process group, it returns x.
-    On several GPUs, or to validate on one rank alone: see Ranks, below."""
+    """The default of every argument `gather`. It joins the rows x (R, ...) of all ranks to
+    (world * R, ...), in the order of the ranks, with a gradient (Gather, below). Without a process
+    group, it returns x. On several GPUs, give each rank equally many rows, in DDP. To validate on
+    one rank alone, call the model, not DDP(model), with gather=lambda x: x (Ranks, below)."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
@@ -105,10 +106,10 @@ def global_loss(v, t, scale, *, gather=all_ranks):
 
 
 # s_lp = t_l . v_p
-# shat_lp = (s_lp - min_k s_lk) / (max_k s_lk - min_k s_lk)                      (Eq. 2)
+# shat_lp = (s_lp - min_r s_lr) / (max_r s_lr - min_r s_lr)                      (Eq. 2)
 # stil_lp = shat_lp if shat_lp >= sigma else 0                                   (Eq. 3)
 # a_lp = stil_lp / sum_{r=1..P} stil_lr                                          (Eq. 4)
-# The paper has jk for lp in Eq. 3 and 4, and phi for cos. Its R leaves out patches of weight 0.
+# The paper writes jk for lp in Eq. 3 and 4. Its R counts the patches with stil > 0; others add 0.
 @fp32
 def alignment_weights(tokens, patches, threshold=None):
     """The weight that each token gives each patch; the weights of a token sum to 1.
@@ -132,29 +133,29 @@ def grouped_patches(tokens, patches, align):
 
 
 # L_f = 1/B sum_i loss_i / L_i,  L_i: the number of words of caption i
-# loss_i = -1/2 sum_j [ log softmax_k(cos(c_ij, t_ik) / tau) at k = j
-#                     + log softmax_k(cos(t_ij, c_ik) / tau) at k = j ]          (Eq. 6)
-# i: a pair of image and caption. j, k: words of caption i. c_ij: c_l of Eq. 5 for its word l = j.
+# loss_i = -1/2 sum_l [ log softmax_l'(cos(c_il, t_il') / tau) at l' = l
+#                     + log softmax_l'(cos(t_il, c_il') / tau) at l' = l ]       (Eq. 6)
+# i: a pair of image and caption. l, l': words of caption i, the paper's j and k.
 @fp32
 def sequence_losses(c, t, words, scale):
     """c, t (B, L, E), words (B, L) -> loss_i (B,), 0 for a caption without words. The negatives of
     a word are the other words of its caption, so no other caption is needed."""
     c, t = F.normalize(c, dim=-1), F.normalize(t, dim=-1)
-    c_to_t = scale * c @ t.transpose(1, 2)   # (B, L, L), [i, j, k] is cos(c_ij, t_ik) / tau
-    t_to_c = c_to_t.transpose(1, 2)          # (B, L, L), [i, j, k] is cos(t_ij, c_ik) / tau
-    no_word = ~words[:, None, :]             # (B, 1, L), over k
+    c_to_t = scale * c @ t.transpose(1, 2)   # (B, L, L), [i, l, l'] is cos(c_il, t_il') / tau
+    t_to_c = c_to_t.transpose(1, 2)          # (B, L, L), [i, l, l'] is cos(t_il, c_il') / tau
+    no_word = ~words[:, None, :]             # (B, 1, L), over l'
     lowest = torch.finfo(c_to_t.dtype).min   # -inf would be NaN in a caption without words
-    c_to_t = c_to_t.masked_fill(no_word, lowest).log_softmax(-1)
-    t_to_c = t_to_c.masked_fill(no_word, lowest).log_softmax(-1)
-    log_p = c_to_t.diagonal(dim1=1, dim2=2) + t_to_c.diagonal(dim1=1, dim2=2)   # (B, L), k = j
+    log_c = c_to_t.masked_fill(no_word, lowest).log_softmax(-1)
+    log_t = t_to_c.masked_fill(no_word, lowest).log_softmax(-1)
+    log_p = log_c.diagonal(dim1=1, dim2=2) + log_t.diagonal(dim1=1, dim2=2)     # (B, L), l' = l
     return -0.5 * log_p.masked_fill(~words, 0.0).sum(1)
 
 
 @fp32
 def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
                       token_mean="caption", gather=all_ranks):
-    """The fine-grained loss L_f (Eq. 6). tokens t_l (B, L, E) and patches v_p (B, P, E), not
-    normalised -> scalar. mask (B, L): True on words; words_only makes it from the tokens' mask.
+    """The fine-grained loss L_f (Eq. 6). Embeddings t_l (B, L, E) and v_p (B, P, E), not
+    normalised -> scalar. mask (B, L): True on words: words_only(the mask of the token ids).
     scale: 1 / tau, from 1 to 100. align: see Eq. 5. Only token_mean="batch" uses gather."""
     words = checked_words(tokens, patches, mask, scale)     # (B, L)
     tokens = tokens.masked_fill(~words[..., None], 0.0)     # weight 0 * NaN would be NaN
@@ -163,8 +164,8 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
     #     losses = sequence_losses(c, tokens, words, scale)       # (B,), loss_i
     losses = caption_losses(tokens, patches, words, scale, align)
     count = words.sum(1)                                    # (B,), L_i
-    if token_mean != "caption":
-        return mean_of_batch(losses, count, token_mean, gather)  # as listing 1 (below)
+    if token_mean != "caption":  # "batch", as in listing 1 (below)
+        return mean_of_batch(losses, count, token_mean, gather)
     return (losses / count.clamp(min=1)).mean()             # 1/B sum_i loss_i / L_i
 
 
@@ -296,9 +297,9 @@ class Model(nn.Module):
 # Ranks --------------------------------------------------------------------------------------
 #
 # On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its own
-# rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients, and the
-# mean is the gradient of one process. Gradients accumulated over small batches differ from those of
-# one large batch: each small batch has fewer negatives.
+# rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients: the mean
+# is the gradient that one process has with all rows. Gradients accumulated over small batches
+# differ from those of one large batch: each small batch has fewer negatives.
 # To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x. DDP's
 # forward may wait for the other ranks.
 

@@ -7,10 +7,10 @@ from a single head, so it tends to hold a single concept. Both encoders of CLIP 
 similarity of an image and a caption is the mean of the L cosines between their slots.
 
 B images or captions give n outputs of width d each (a caption has n tokens), and L slots of width
-V. Queries have width D.
+V. Images and captions have their own n and d. Queries have width D.
 
     symbol    name here        shape              where
-    H         H                (B, n, d)          Sec. 3.2; the outputs of a transformer
+    H         x, then H        (B, n, d)          Sec. 3.2; the outputs of a transformer
     q_l       q                (L, D)             Eq. 1; learned query of slot l
     K_l       K, Sparo.keys    (L, D, d)          Eq. 1; learned key projection, with a bias b
     W         Sparo.Wproj      D -> V             Eq. 1; learned, shared by all slots
@@ -33,8 +33,8 @@ Differs from the paper (search for "differs" for the rest):
   * Random crops vary for every photo. The authors' crop a photo of 3:2 or 16:9 always alike
     (transform.py:105; common.random_crop has the reason).
   * The image encoder is initialised as CLIP's text encoder is (transformer.py:703). The authors'
-    image encoder has torch's initial weights; its [CLS] and positions have a deviation of width^-.5
-    (transformer.py:503, 430).
+    image encoder has torch's initial weights, and its [CLS] and positions have a deviation of
+    width^-.5 (transformer.py:503, 430).
   * Recall@k counts queries with a match among the k nearest, as CLIP_benchmark (Table C.2) and the
     authors' code (training/train.py:360) do. Sec. 4.2 counts the fraction of the k that match.
 Not here: CLIP's own form of ResNet-50 (App. B.3).
@@ -70,8 +70,8 @@ class Config:
 
 
 def fp32(function):
-    """A decorator for losses. It casts half-precision arguments to float32, keeps float64, and
-    turns autocast off (in_fp32, below)."""
+    """A decorator. It casts half-precision arguments to float32, keeps float64, and turns autocast
+    off (in_fp32, below)."""
     @functools.wraps(function)
     def call(*args, **options):
         return in_fp32(function, *args, **options)
@@ -79,9 +79,10 @@ def fp32(function):
 
 
 def all_ranks(x):
-    """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
-    order of the ranks, and has a gradient (Gather, below). Without a process group, it returns x.
-    On several GPUs, or to validate on one rank alone: see Ranks, below."""
+    """The default of every argument `gather`. It joins the rows x (R, ...) of all ranks to
+    (world * R, ...), in the order of the ranks, with a gradient (Gather, below). Without a process
+    group, it returns x. On several GPUs, give each rank equally many rows, in DDP. To validate on
+    one rank alone, call the model, not DDP(model), with gather=lambda x: x (Ranks, below)."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
@@ -101,7 +102,7 @@ class Sparo(nn.Module):
         check_groups(L, grp_size)
         self.D, self.grp_size, self.nkeys = D, grp_size, L // grp_size
         self.q = nn.Parameter(torch.randn(1, self.nkeys, grp_size, 1, D))  # q_l; shape of App. A
-        self.KVproj = Keys(d, self.nkeys * D)  # an nn.Linear that keys() reads (Keys: below)
+        self.KVproj = Keys(d, self.nkeys * D)  # K_l and b_l of all slots: an nn.Linear (below)
         self.Wproj = nn.Linear(D, V)
         nn.init.xavier_uniform_(self.KVproj.weight)
         nn.init.zeros_(self.KVproj.bias)
@@ -120,10 +121,10 @@ class Sparo(nn.Module):
             scores = scores.masked_fill(padding[:, None], -torch.inf)
         attn = scores.softmax(-1)                                   # (B, L, n)  a_l
         p = attn @ H                                                # (B, L, d)  H^T a_l
-        # differs: W has a bias, and so has K_l: b_l (App. A). a_l sums to 1, so b_l is added once.
-        # In the scores q_l . b_l is one number for all positions of a slot: softmax ignores it.
+        # differs: K_l has a bias b_l, and W has one (App. A). b_l would add the number q_l . b_l to
+        # all scores of a slot, which softmax ignores. a_l sums to 1, so values get b_l once.
         values = torch.einsum("bld,lDd->blD", p, K) + b             # (B, L, D)  K_l p_l + b_l
-        y = self.Wproj(values)                                      # (B, L, V)  W (K_l p_l + b_l)
+        y = self.Wproj(values)                                      # (B, L, V)  W values + its bias
         return (y, attn) if return_attn else y
 
     def keys(self):
@@ -134,7 +135,7 @@ class Sparo(nn.Module):
 
 
 # y^i . y^t = mean_l sim(y^i_l, y^t_l)                                              (Eq. 2)
-# What runs: y = concat(y_l / |y_l|) / sqrt(L), so that the dot product y^i . y^t is this mean
+# What runs: y^i = concat_l(y^i_l / |y^i_l|) / sqrt(L), y^t alike; y^i . y^t is then this mean.
 @fp32
 def normalize_slots(y):
     """Slots (B, L, V) -> encodings (B, M) of length 1, M = L V."""
@@ -142,15 +143,15 @@ def normalize_slots(y):
     return F.normalize(y, dim=-1).flatten(1) / L**0.5
 
 
-# -1/(2B) sum_j [ log softmax_j'(y^i_j . y^t_j' / tau) at j' = j
-#               + log softmax_j'(y^t_j . y^i_j' / tau) at j' = j ]          (CLIP's loss, Sec. 3.3)
+# L_CLIP = -1/(2B) sum_j [ log softmax_j'(y^i_j . y^t_j' / tau) at j' = j
+#                        + log softmax_j'(y^t_j . y^i_j' / tau) at j' = j ]              (Sec. 3.3)
 # j: a pair of this rank. j': a pair of any rank. i and t are no indices: image and text.
 # cross_entropy(logits, own) is -1/B sum_j log softmax(row j) at the row's own column.
 @fp32
 def clip_loss(v, t, scale, *, gather=all_ranks):
-    """v, t: slots (B, L, V) or encodings (B, M) of this rank's images and captions -> scalar. An
-    encoding counts as one slot: slots.flatten(1) is another loss. The loss normalises v and t.
-    scale: 1 / tau, from 1 to 100. gather: see all_ranks."""
+    """v, t: slots (B, L, V) or encodings (B, M) of this rank's images and captions -> scalar. The
+    loss normalises each slot alone, and an encoding as a whole, so slots.flatten(1) gives another
+    loss than slots. scale: 1 / tau, from 1 to 100. gather: see all_ranks."""
     check_pairs(v, t, scale)
     y_i = normalize_slots(v if v.ndim == 3 else v[:, None])   # (B, M)
     y_t = normalize_slots(t if t.ndim == 3 else t[:, None])   # (B, M)
@@ -228,9 +229,9 @@ class Model(nn.Module):
 # Ranks --------------------------------------------------------------------------------------
 #
 # On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its own
-# rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients, and the
-# mean is the gradient of one process. Gradients accumulated over small batches differ from those of
-# one large batch: each small batch has fewer negatives.
+# rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients: the mean
+# is the gradient that one process has with all rows. Gradients accumulated over small batches
+# differ from those of one large batch: each small batch has fewer negatives.
 # To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x. DDP's
 # forward may wait for the other ranks.
 

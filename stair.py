@@ -22,8 +22,8 @@ WordPiece) of width D.
     T           1 / scale            scalar           Eq. 3; temperature, learned (ours)
 
 Differs from the paper (search for "differs" for the rest):
-  * By default a word of the caption gets a gradient at weight 0 in both encodings, too, if a larger
-    weight lowers the loss (revive_until; the preset b16: never). The paper's ReLU gives it none.
+  * A word of the caption with weight 0 gets a gradient, in both encodings, if a larger weight
+    lowers the loss (revive_until). The paper's ReLU gives it none; the preset b16 does so, too.
   * The loss divides an encoding by max(0.5, its length). This bounds the gradient.
 Where the paper is silent, these choices are ours (see also PRESETS and LAMB):
   * The loss is the mean of Eq. 3 and its mirror, from text to image.
@@ -61,8 +61,8 @@ class Config:
 
 
 def fp32(function):
-    """A decorator for losses. It casts half-precision arguments to float32, keeps float64, and
-    turns autocast off (in_fp32, below)."""
+    """A decorator. It casts half-precision arguments to float32, keeps float64, and turns autocast
+    off (in_fp32, below)."""
     @functools.wraps(function)
     def call(*args, **options):
         return in_fp32(function, *args, **options)
@@ -70,15 +70,16 @@ def fp32(function):
 
 
 def all_ranks(x):
-    """The default gather. It joins the rows x (R, ...) of all ranks to (world * R, ...), in the
-    order of the ranks, and has a gradient (Gather, below). Without a process group, it returns x.
-    On several GPUs, or to validate on one rank alone: see Ranks, below."""
+    """The default of every argument `gather`. It joins the rows x (R, ...) of all ranks to
+    (world * R, ...), in the order of the ranks, with a gradient (Gather, below). Without a process
+    group, it returns x. On several GPUs, give each rank equally many rows, in DDP. To validate on
+    one rank alone, call the model, not DDP(model), with gather=lambda x: x (Ranks, below)."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
 # M(x, y) = cos(enc(x), enc(y))                                                      (Eq. 2)
-# L_con = -1/B sum_i log( exp(M(x_i, y_i) / T) / sum_j exp(M(x_i, y_j) / T) )        (Eq. 3)
-# i: a pair of this rank; 1/B sum_i stands for the paper's 1/|D| sum_i. j: a pair of any rank, D_i.
+# L_con = -1/B sum_i log( exp(M(x_i, y_i) / T) / sum_i' exp(M(x_i, y_i') / T) )      (Eq. 3)
+# i: a pair of this rank; 1/B sum_i stands for the mean over the data. i': a pair of any rank.
 # cross_entropy(logits, own) is -1/B sum_i log softmax(row i) at the row's own column.
 @fp32
 def contrastive_loss(v, t, scale, *, gather=all_ranks):
@@ -87,9 +88,9 @@ def contrastive_loss(v, t, scale, *, gather=all_ranks):
     check_pairs(v, t, scale)
     v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
     t = F.normalize(t, dim=-1, eps=0.5)
-    image_to_text = scale * v @ gather(t).T           # (B, world * B)  M(x_i, y_j) / T
-    text_to_image = scale * t @ gather(v).T           # (B, world * B)  M(x_j, y_i) / T
-    own = own_columns(image_to_text)                  # (B,), the columns j = i
+    image_to_text = scale * v @ gather(t).T           # (B, world * B)  M(x_i, y_i') / T
+    text_to_image = scale * t @ gather(v).T           # (B, world * B)  M(x_i', y_i) / T
+    own = own_columns(image_to_text)                  # (B,), the columns i' = i
     return (F.cross_entropy(image_to_text, own) + F.cross_entropy(text_to_image, own)) / 2
 
 
@@ -121,13 +122,14 @@ class TokenProjectionHead(nn.Module):
 
     def forward(self, h, mask=None, e=None, revived=None):
         """h (B, n, d) -> enc (B, |V|). mask (B, n): True at tokens, then False at padding; None: no
-        padding. e (|V|, D) replaces the embedding's weight. revived (B, |V|), a mask: words with
-        True get a gradient at weight 0, too, if a larger weight lowers the loss."""
+        padding. e (|V|, D) replaces the embedding's weight. revived (B, |V|), bools: a word with
+        True gets a gradient at weight 0, too, if a larger weight lowers the loss."""
         h, mask, revived = checked_outputs(self, h, mask, revived)
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)  # special tokens are never active
         transform_h = self.transform(h)                                  # (B, n, D)
-        # Eq. 4 and 5, as encode(transform_h, e, b, mask). differs: revived changes the gradient
+        # Eq. 4 and 5, as encode(transform_h, e, b, mask). differs: revived changes the gradient.
+        # self.training matters to torch.export alone.
         return streamed(transform_h, e, b, mask, revived, self.training)
 
 
@@ -162,12 +164,14 @@ class Model(nn.Module):
         embedding, special = text_encoder.embedding, text_encoder.special
         self.image_head = TokenProjectionHead(image_width, embedding, special)
         self.text_head = TokenProjectionHead(text_width, embedding, special)
-        del self.image_head.embedding, self.text_head.embedding  # e keeps one name
+        del self.image_head.embedding, self.text_head.embedding  # e has one name: forward gets it
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
         self.register_buffer("image_embedding", embedding.weight.detach().clone())  # see image_e
         self.register_buffer("strength", torch.tensor(0.0))  # factor of both lambdas, 0 to 1
-        self.register_buffer("stage", torch.tensor(1))  # a buffer for checkpoints and averages,
-        self.number = 1  # and the same as an int, because an `if` on a buffer waits for the GPU
+        # The stage, twice: a buffer for checkpoints, and an int, because an `if` on a buffer would
+        # wait for the GPU. begin_stage sets both.
+        self.register_buffer("stage", torch.tensor(1))
+        self.number = 1
 
     def forward(self, batch, gather=all_ranks):
         """batch: images (B, 3, H, W), tokens (B, n), mask (B, n), True at tokens, False at padding.
@@ -188,7 +192,7 @@ class Model(nn.Module):
         return {"loss": loss, **to_log(self, v, t, contrast, flops_image, flops_text)}
 
     # E(x) = g(f(x)), here enc                                                       (Eq. 1)
-    def image_encoding(self, images, revived=None):  # (B, 3, H, W) -> enc (B, |V|)
+    def image_encoding(self, images, revived=None):  # (B, 3, H, W) -> enc (B, |V|), of any length
         return self.image_head(self.image_encoder(images), e=self.image_e(), revived=revived)
 
     def text_encoding(self, tokens, mask, revived=None):
@@ -205,7 +209,7 @@ class Model(nn.Module):
     def image_e(self):
         """The image head's e: in stage 2 the copy from the end of stage 1, else the shared e."""
         e = self.text_encoder.embedding.weight
-        e = e.detach() if self.number == 2 else e  # images give e no gradient in stage 2
+        e = e.detach() if self.number == 2 else e  # not read in stage 2, so without a gradient
         return torch.where(self.stage == 2, self.image_embedding, e)
 
     def begin_stage(self, number, fresh):
@@ -232,10 +236,10 @@ class Model(nn.Module):
         ramp_steps = max(1, self.config.ramp * steps)
         self.strength.fill_(min(1.0, ((step + 1) / ramp_steps) ** 2))
 
-    def encode_image(self, images):  # -> (B, |V|), of length 1, or 0 if no word is active
+    def encode_image(self, images):  # (B, 3, H, W) -> (B, |V|), of length 1 or, without words, 0
         return F.normalize(self.image_encoding(images), dim=-1)
 
-    def encode_text(self, tokens, mask):  # (B, n), (B, n) -> (B, |V|), of length 1
+    def encode_text(self, tokens, mask):  # (B, n), (B, n) -> (B, |V|), of length 1 or 0
         return F.normalize(self.text_encoding(tokens, mask), dim=-1)
 
 
@@ -276,9 +280,9 @@ class Model(nn.Module):
 # Ranks --------------------------------------------------------------------------------------
 #
 # On several GPUs: call dist.init_process_group, then wrap the model in DDP. Give each rank its own
-# rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients, and the
-# mean is the gradient of one process. Gradients accumulated over small batches differ from those of
-# one large batch: each small batch has fewer negatives.
+# rows, equally many. Each rank has the loss of its own rows; DDP averages the gradients: the mean
+# is the gradient that one process has with all rows. Gradients accumulated over small batches
+# differ from those of one large batch: each small batch has fewer negatives.
 # To validate on one rank alone: call the model, not DDP(model), with gather=lambda x: x. DDP's
 # forward may wait for the other ranks.
 
