@@ -177,9 +177,10 @@ def write_files(directory, files):
 
 
 def write_tar(path, members):
-    """Write {name: bytes or text} as a tar file and return its path."""
+    """Write {name: bytes or text} as a tar file and return its path. A list of pairs may have a
+    name twice."""
     with tarfile.open(path, "w") as tar:
-        for name, data in members.items():
+        for name, data in members.items() if isinstance(members, dict) else members:
             data = data.encode() if isinstance(data, str) else data
             info = tarfile.TarInfo(name)
             info.size = len(data)
