@@ -29,15 +29,14 @@ def write_split(directory, *shards):
     write_files(directory, shards | {"nshards.txt": f"{len(shards)}\n"})
 
 
-def write_labelled(directory, split="test", extra=()):
+def write_labelled(directory, split="test"):
     """Write six images of three colours, in three formats, as a labelled set of two shards. Return
-    its SPEC. extra: more members of the second shard."""
+    its SPEC."""
     shards = [{}, {}]
     for i in range(6):
         format = ("JPEG", "WEBP", "PNG")[i % 3]
         shards[i // 3] |= {f"s{i}.{format.lower()}": plain(NAMES[i % 3], format),
                            f"s{i}.cls": f"{i % 3}"}
-    shards[1] |= dict(extra)
     write_split(directory / split, *shards)
     write_files(directory, {"classnames.txt": "".join(f"{name}\n" for name in NAMES),
                             "zeroshot_classification_templates.txt": "a {c}.\nthe {c}\n"})
@@ -129,21 +128,6 @@ def test_limit_draws_the_same_random_images_each_time(tmp_path):
     assert images.shape == (9, 3, 8, 8) and len(set(captions)) == 3
     colours = common.to_unit(images).mean((2, 3)).argmax(1).tolist()
     assert [["red", "green", "blue"][c] for c in colours] == [c.split()[-1][:-1] for c in captions]
-
-
-def test_unreadable_samples_are_skipped_and_reported(tmp_path, capsys):
-    extra = {"t1.jpg": b"no image", "t1.cls": "1", "t2.jpg": plain("red"), "t3.cls": "0",
-             "t4.jpg": plain("red"), "t4.cls": "0 2"}
-    data, options = opened(write_labelled(tmp_path, extra=extra))
-    assert evaluation.zeroshot(embedder(), data, options)["zeroshot"][0].tolist() == [True] * 6
-    printed = capsys.readouterr().out
-    assert "skipped 1 of 7 images that cannot be read" in printed
-    assert "2 x no label, the last " in printed and "1 x no image" in printed
-    (tmp_path / "test/1.tar").unlink()
-    write_split(tmp_path / "test", {"a.jpg": b"x" * 5000, "a.cls": "1"})
-    with pytest.raises(common.UserError, match="None of the 1 images") as error:
-        evaluation.zeroshot(embedder(), *opened(tmp_path))
-    assert len(str(error.value)) < 320
 
 
 def write_winoground(directory):
@@ -238,9 +222,10 @@ def test_classes_of_imagenet_are_known_by_their_numbers(tmp_path):
     names, _ = common.class_names(folders, tmp_path / "names.txt")
     assert names == ["tench, Tinca tinca", "goldfish"]
     assert common.match_names(["n01443537 goldfish", "n01440764 tench"], folders) == [1, 0]
-    (tmp_path / "names.txt").write_text("Red\nBlue\nSky\n")
-    with pytest.raises(common.UserError, match="the folder blue the name of another, red"):
-        common.class_names(["blue", "green", "red"], tmp_path / "names.txt")
+    for lines in "Red\nBlue\nSky\n", "red\nred\nblue\n":  # labels would get another's class
+        (tmp_path / "names.txt").write_text(lines)
+        with pytest.raises(common.UserError, match="the folder blue the name of another, red"):
+            common.class_names(["blue", "green", "red"], tmp_path / "names.txt")
 
 
 @pytest.mark.parametrize("names, known, places", [
@@ -264,14 +249,3 @@ def test_class_folders_to_learn_from_are_matched_by_name(tmp_path):
         write_files(tmp_path, {f"{folder}/0.png": plain(colour) for folder in folders.split()})
     data, options = opened(tmp_path / "test", train_data=str(tmp_path / "train"))
     assert evaluation.knn(embedder(), data, options)["knn"][0] == 1
-
-
-@pytest.mark.parametrize("lines, message", [
-    ("red green bleu", "the folder blue the name of another, red"), ("a b", "has 2 names for 3"),
-    ("red red blue", "the folder blue the name of another, red")])
-def test_knn_refuses_a_file_of_classes_that_does_not_fit(tmp_path, lines, message):
-    """Such a file would give a label of shards the class of another label."""
-    make_folders(tmp_path / "test")
-    (tmp_path / "names.txt").write_text(lines.replace(" ", "\n"))
-    with pytest.raises(common.UserError, match=message):
-        opened(tmp_path / "test", classes=str(tmp_path / "names.txt"))
