@@ -14,7 +14,6 @@ import math
 import os
 import random
 import re
-import resource
 import runpy
 import shutil
 import struct
@@ -22,7 +21,6 @@ import tarfile
 import warnings
 from collections import defaultdict
 from pathlib import Path
-from resource import RLIMIT_NOFILE
 
 import numpy as np
 import pytest
@@ -186,19 +184,6 @@ def test_captions_for_the_vocabulary_are_spread_over_the_data(tmp_path):
     assert open_data(f"{tmp_path}/*.tar").sample_captions(2) == ["0", "20"]
 
 
-@pytest.mark.parametrize("n", [1, 5])
-def test_a_batch_draws_other_random_numbers_than_its_images_and_other_batches(
-        tmp_path, monkeypatch, n):
-    """A batch of 4 images has one or two parts."""
-    monkeypatch.setattr(Stream, "part", n)
-    monkeypatch.setattr(Stream, "complete", lambda self, parts: torch.rand(1))
-    loader, drawn = stream(open_data(write_table(tmp_path, 4)), transform=draws_one), []
-    for number, part in enumerate(take(loader, 3)):
-        drawn += [loader.join([part], number), *part["images"]]
-    assert len({float(x) for x in drawn}) == len(drawn)
-    assert loader.join([part], 2) == drawn[-1 - len(part["images"])]
-
-
 @pytest.mark.parametrize("workers", [0, 3])
 def test_a_batch_is_joined_from_small_parts(tmp_path, monkeypatch, workers):
     """10 samples are parts of 3, 3 and 4 samples from workers in turn. Each sends 10 of 30.
@@ -224,25 +209,6 @@ def test_a_batch_is_joined_from_small_parts(tmp_path, monkeypatch, workers):
         assert batch["captions"] == texts
         assert batch["position"] == {k: v for part in some for k, v in part["position"].items()}
     assert sorted(captions) == sorted(row.split(",")[1] for row in rows)
-
-
-def test_a_batch_resumes_with_the_worker_whose_turn_it_is(tmp_path, monkeypatch):
-    """Batches of 3 parts end at another worker each time."""
-    monkeypatch.setattr(Stream, "part", 2)
-    source = open_data(write_table(tmp_path, 23))
-    parts = take(stream(source, 5), 12, workers=2)
-    for batch in range(1, 4):
-        positions = {}
-        for part in parts[: 3 * batch]:
-            positions |= part["position"]
-        rest = take(stream(source, 5, positions=positions), 12 - 3 * batch, workers=2)
-        assert [captions_in(part) for part in rest] == [*map(captions_in, parts[3 * batch :])]
-        assert all(torch.equal(a["images"], b["images"]) for a, b in zip(rest, parts[3 * batch :]))
-
-
-def draws_one(image):
-    """Return a random number in place of an image."""
-    return torch.rand(1)
 
 
 @pytest.mark.parametrize("cell, texts", [
@@ -275,8 +241,8 @@ def write_rows(directory, form):
         path.write_text("".join(f"{name}#0\t{text}\n" for name, text, _ in rows))
     elif form == "karpathy.json":
         path.write_text(json.dumps({"images": [
-            {"filename": name, "split": split, "sentences": [{"raw": text}]}
-            for name, text, split in ROWS_OF_SPLITS]}))
+            {"filename": os.path.basename(name), "filepath": os.path.dirname(name),
+             "split": split, "sentences": [{"raw": text}]} for name, text, split in ROWS_OF_SPLITS]}))
     else:
         path.write_text(json.dumps({
             "images": [{"id": i, "file_name": name} for i, (name, *_) in enumerate(rows)],
@@ -322,18 +288,6 @@ def test_coco_captions_find_their_images_by_ids_below_image_root(tmp_path):
     assert f"{path} has two images with the id 3" in failure(open_data, str(path))
 
 
-def test_karpathys_json_gives_the_captions_of_one_split(tmp_path):
-    path, images = tmp_path / "dataset_coco.json", []
-    for name, split, captions in (("a.jpg", "train", "AB"), ("b.jpg", "restval", "C"),
-                                  ("c.jpg", "test", "D")):
-        images.append({"filename": name, "filepath": "val2014", "split": split,
-                       "sentences": [{"raw": caption} for caption in captions]})
-    path.write_text(json.dumps({"images": images}))
-    assert pairs(open_data(str(path))) == {"a.jpg": ["A", "B"], "b.jpg": ["C"]}
-    assert pairs(open_data(f"{path}:split=test", split="val")) == {"c.jpg": ["D"]}
-    assert open_data(str(path)).path(1) == str(tmp_path / "val2014/b.jpg")
-
-
 def test_a_table_stores_rows_in_numpy_buffers_and_names_that_are_not_utf8(tmp_path):
     """Worker processes share numpy's buffers. Each worker would copy lists and dicts."""
     texts = ["a", "héllo 猫", "lone \ud83d surrogate", "z" * 1000]
@@ -346,15 +300,6 @@ def test_a_table_stores_rows_in_numpy_buffers_and_names_that_are_not_utf8(tmp_pa
     source = CaptionTable([(f"{i}.jpg", f"n{i}") for i in range(999)] + [(paths[3], "a")], "x")
     assert source.paths.nbytes < 20_000
     assert not any(isinstance(v, (list, dict)) and len(v) >= 50 for v in vars(source).values())
-
-
-@pytest.mark.parametrize("pattern, paths", [
-    ("a/{008..010}.tar", "a/008.tar a/009.tar a/010.tar"), ("{8..10}.tar", "8.tar 9.tar 10.tar"),
-    ("{10..8}.tar", "08.tar 09.tar 10.tar"),
-    ("{0..1}/{00..02}.tar", "0/00.tar 0/01.tar 0/02.tar 1/00.tar 1/01.tar 1/02.tar"),
-    ("a.tar", "a.tar")])
-def test_brace_ranges_expand_to_paths(pattern, paths):
-    assert common.expand_braces(pattern) == paths.split()
 
 
 def test_a_sample_of_a_shard_has_the_image_and_the_captions_of_its_key(tmp_path):
@@ -427,6 +372,8 @@ def test_tars_that_are_joined_are_all_read(tmp_path, zeros):
 def test_what_exists_is_no_pattern_and_numbers_are_sorted_as_numbers(tmp_path, pattern, names):
     for name in ("set[12]/0", "set[12]/1", "set1/10", "set1/2", "set1/0", "set1/._0", "[x]"):
         write_files(tmp_path, {f"{name}.tar": "", "set.txt": ""})
+    braces = common.expand_braces("{1..0}/{09..10}.tar")
+    assert braces == ["0/09.tar", "0/10.tar", "1/09.tar", "1/10.tar"]
     source = TarShards(f"{tmp_path}/{pattern}")
     assert source.paths == [f"{tmp_path}/{name}.tar" for name in names.split()]
 
@@ -514,14 +461,10 @@ def test_every_image_of_a_shard_is_used_or_counted(tmp_path):
     """A key ends at the first dot of a name, so several images may have one key."""
     def read(*names):
         """Write a shard with these members -> the captions of its samples, the reasons of skips."""
-        with tarfile.open(tmp_path / "a.tar", "w") as tar:
-            for i, name in enumerate(names):
-                member, data = tarfile.TarInfo(name), f"n{i}".encode()
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-        samples = list(common.read_tars([str(tmp_path / "a.tar")], "caption"))
+        path = write_tar(tmp_path / "a.tar", [(name, f"n{i}") for i, name in enumerate(names)])
+        samples = list(common.read_tars([path], "caption"))
         used = [sample.value for sample in samples if not sample.problem]
-        return used, [skipped[0] for skipped in skips_of(tmp_path / "a.tar")]
+        return used, [skipped[0] for skipped in skips_of(path)]
 
     assert read("a.jpg", "a.txt", "a.jpg", "a.txt") == ([["n1"], ["n3"]], [])
     assert read("a.jpg", "a.txt", "a.2.jpg", "a.2.txt") == ([["n1"]], [common.UNUSED])
@@ -613,52 +556,14 @@ def test_a_label_of_no_class_is_left_out_with_its_key_and_a_name_is_a_label(tmp_
     assert "has wrong labels (left out: 1 x label above" in message
 
 
-def test_a_random_sample_may_come_from_more_shards_than_can_be_open(tmp_path):
-    write_files(tmp_path, {f"{i}.tar": {"a.jpg": b"", "a.cls": str(i)} for i in range(60)})
-    source, limits = open_data(f"{tmp_path}/{{0..59}}.tar"), resource.getrlimit(RLIMIT_NOFILE)
-    resource.setrlimit(RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
-    try:
-        labels = [label for _, label in source.each("label", 99)]
-    finally:
-        resource.setrlimit(RLIMIT_NOFILE, limits)
-    assert sorted(labels) == list(range(60)) != labels
-
-
-@pytest.mark.parametrize("width, height, mode, format", [
-    *((20, 12, *kind.split()) for kind in ("RGB JPEG", "L JPEG", "CMYK JPEG", "LA PNG", "P GIF",
-                                           "RGBA WEBP", "RGB BMP", "RGB TIFF")),
-    (1, 1, "RGB", "PNG"), (1, 300, "RGB", "PNG"), (300, 1, "RGB", "PNG")])
-def test_every_mode_and_size_decodes_to_rgb(width, height, mode, format):
-    image = common.open_image(picture(width, height, mode, format), 100)
-    assert image.mode == "RGB" and image.size == (width, height)
-    for transform in (common.train_transform(8), common.eval_transform(8)):
-        assert transform(image).shape == (3, 8, 8)
-
-
-def test_decoding_keeps_colours_and_blends_transparency_with_white():
-    palette, file = Image.new("P", (4, 4), 1), io.BytesIO()
-    palette.putpalette([0, 0, 0, 10, 200, 30])
-    palette.save(file, "PNG")
-    rgba = picture(mode="RGBA", format="PNG", value=(200, 100, 50, 128))
-    grey = picture(mode="L", format="PNG", value=77)
-    # (200, 100, 50) with half opacity over white is (227, 177, 152)
-    for data, colour in ((file.getvalue(), (10, 200, 30)), (rgba, (227, 177, 152)),
-                         (grey, (77, 77, 77))):
-        assert common.open_image(data, 4).getpixel((0, 0)) == colour
-
-
-@pytest.mark.parametrize("size", [(640, 480), (97, 800), (64, 64)])
-@pytest.mark.parametrize("min_side", [8, 60, 333])
-def test_jpeg_drafts_are_large_enough_and_close_to_the_image(size, min_side):
-    """To save time, JPEG's decoder can return an image at 1/2, 1/4 or 1/8 of its size."""
-    x, y = np.meshgrid(np.linspace(0, 255, size[0]), np.linspace(0, 255, size[1]))
-    file = io.BytesIO()
-    Image.fromarray(np.stack([x, y, (x + y) / 2], -1).astype(np.uint8)).save(file, "JPEG")
-    draft = common.open_image(file.getvalue(), min_side)
-    assert min(draft.size) >= min(min_side, *size)
-    assert min_side > 8 or min(draft.size) < 128             # the image was made smaller
-    full = Image.open(file).resize(draft.size, Image.Resampling.BOX)
-    assert np.abs(np.asarray(draft, float) - np.asarray(full, float)).mean() < 5
+@pytest.mark.parametrize("mode, format, value, colour", [
+    ("RGB", "BMP", (10, 200, 30), (10, 200, 30)), ("L", "PNG", 77, (77, 77, 77)),
+    ("CMYK", "JPEG", (0, 0, 0, 0), (255, 255, 255)), ("L", "JPEG", 77, (77, 77, 77)),
+    ("RGBA", "PNG", (200, 100, 50, 128), (227, 177, 152))])  # half opacity over white
+def test_every_mode_decodes_to_rgb_and_transparency_is_blended_with_white(
+        mode, format, value, colour):
+    data = picture(mode=mode, format=format, value=value)
+    assert common.open_image(data, 4).getpixel((0, 0)) == colour
 
 
 def tones(dtype, scale):
@@ -698,7 +603,8 @@ def test_a_path_its_bytes_and_a_pil_image_give_the_same_pixels(tmp_path, kind):
     assert np.array_equal(pictures[0], pictures[1]) and np.array_equal(pictures[0], pictures[2])
     grey = pictures[0].mean(2)
     if grey.shape == (8, 256):
-        assert np.abs(grey - np.arange(256)).max() <= 1
+        most = 0 if kind.startswith("16") else 1  # 16 bits become 8 by their high byte
+        assert np.abs(grey - np.arange(256)).max() <= most
     else:
         assert grey[16, 16] == grey[0, 0] == 255 and grey[16, 7] == 0
 
@@ -717,6 +623,9 @@ def test_an_image_is_turned_as_pil_turns_it(orientation):
     short = bytes.fromhex("0128 0003")                       # the tag's number, then its type
     damaged = file.getvalue().replace(short, bytes.fromhex("0128 0007"))
     assert damaged != file.getvalue()
+    with Image.open(file) as opened:  # the caller's image keeps its tag
+        for _ in range(2):
+            assert common.open_image(opened).size == common.open_image(file.getvalue()).size
     for size in (None, 10):                                  # drafts are turned, too
         found = common.open_image(damaged, size)
         assert np.array_equal(found, common.open_image(file.getvalue(), size))
@@ -724,22 +633,16 @@ def test_an_image_is_turned_as_pil_turns_it(orientation):
 
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "JPEG"])
-def test_a_picture_with_a_damaged_exif_block_is_read(format):
-    file, density = io.BytesIO(), {"dpi": (72, 72)} if format == "JPEG" else {}
-    Image.new("RGB", (8, 8), "red").save(file, format, exif=b"Exif\0\0garbage", **density)
-    with pytest.raises(SyntaxError):
-        Image.open(file).getexif()
-    assert common.open_image(file.getvalue()).getpixel((0, 0))[0] > 250
-
-
-def test_a_damaged_exif_block_prints_no_warning(tmp_path):
+def test_a_picture_with_a_damaged_exif_block_is_read_without_a_warning(format):
     """Thousands of photos would print thousands of lines."""
-    exif = b"Exif\0\0II*\0\x08\0\0\0\1\0" + struct.pack("<HHII", 0x9000, 7, 4000, 500)
-    Image.new("RGB", (8, 8)).save(tmp_path / "0.jpg", exif=exif)
-    with warnings.catch_warnings(record=True) as printed:
-        module = runpy.run_path(str(ROOT / "common.py"))  # pytest has removed the module's filter
-        assert module["open_image"](tmp_path / "0.jpg").size == (8, 8)
-    assert printed == []
+    short = b"Exif\0\0II*\0\x08\0\0\0\1\0" + struct.pack("<HHII", 0x9000, 7, 4000, 500)
+    for exif in (b"Exif\0\0garbage", short):
+        file, density = io.BytesIO(), {"dpi": (72, 72)} if format == "JPEG" else {}
+        Image.new("RGB", (8, 8), "red").save(file, format, exif=exif, **density)
+        with warnings.catch_warnings(record=True) as printed:
+            module = runpy.run_path(str(ROOT / "common.py"))  # pytest removed the module's filter
+            assert module["open_image"](file.getvalue()).getpixel((0, 0))[0] > 250
+        assert printed == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ZeroDivisionError])
@@ -790,8 +693,11 @@ def test_the_order_of_a_table_equals_a_literal_loop(parts):
         for epoch in range(3):
             order = np.random.default_rng((7, epoch)).permutation(17)[part::parts]
             expected += [(f"{i}.jpg", f"{i} {(epoch + i) % 3}") for i in order]
-        samples = itertools.islice(source.samples(7, part, parts, 0), len(expected))
+        samples = list(itertools.islice(source.samples(7, part, parts, 0), len(expected)))
         assert [(path, caption) for (path, caption, *_), _ in samples] == expected
+        for start in (1, len(order), len(order) + 1):  # a resumed run goes on where it stopped
+            rest = itertools.islice(source.samples(7, part, parts, start), 3)
+            assert [*rest] == samples[start : start + 3]
 
 
 def test_ranks_and_workers_draw_different_scenes(tmp_path):
@@ -877,27 +783,6 @@ def test_shards_resume_at_every_sample_and_read_little_again(tmp_path, monkeypat
     epochs = [[s.problem or s.value for s, (epoch, *_) in whole if epoch == e] for e in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1][: len(epochs[0])]) and len(epochs[0]) < 55
     assert all(epochs[0].count(problem) == 1 for problem in (common.BAD_SHARD, common.UNUSED))
-
-
-def test_a_shard_is_read_in_large_pieces_from_begin_to_end(tmp_path, monkeypatch):
-    places, members, readv = [], {}, os.readv
-
-    def counted(file, buffers):
-        place = os.lseek(file, 0, os.SEEK_CUR)
-        places.append((place, readv(file, buffers)))
-        return places[-1][1]
-
-    for i in range(300):
-        members |= {f"{i}.jpg": picture() + bytes(20_000), f"{i}.txt": f"n{i}"}
-    path = write_tar(tmp_path / "0.tar", members)
-    monkeypatch.setattr(os, "readv", counted)
-    samples = TarShards(path).samples(0, 0, 1)
-    next(samples)
-    first = len(places)
-    assert len(list(itertools.islice(samples, 299))) == 299
-    size, ends = os.path.getsize(path), [place + n for place, n in places]
-    assert [place for place, _ in places[1:]] == ends[:-1] and ends[-1] == size
-    assert first <= len(places) - 2 and len(places) <= size // 2**20 + 3
 
 
 def test_captions_of_a_shards_image_alternate_between_epochs(tmp_path):
@@ -1059,10 +944,8 @@ def test_captions_beside_the_images_of_class_folders_are_not_ignored(tmp_path):
     assert len(open_data(str(tmp_path), content=None)) == 8
 
 
-def test_links_below_class_folders_are_followed_and_hidden_names_are_not_read(
-        tmp_path, monkeypatch):
-    """A link to itself is a file that cannot be read. Links alone are looked at: the other entries
-    tell what they are."""
+def test_links_below_class_folders_are_followed_and_hidden_names_are_not_read(tmp_path):
+    """A link to itself is a file that cannot be read."""
     files = ("data/cat/1.jpg data/cat/.ipynb_checkpoints/1-checkpoint.jpg data/cat/@eaDir/1.jpg "
              "data/cat/._1.jpg data/dog/deep/er/1.pgm data/dog/1.jfif elsewhere/2.jpg")
     write_files(tmp_path, dict.fromkeys(files.split(), picture()))
@@ -1070,13 +953,10 @@ def test_links_below_class_folders_are_followed_and_hidden_names_are_not_read(
     (tmp_path / "data/dog/deep/up").symlink_to(tmp_path / "data/dog")        # circular
     for folder in ("data", "data/cat"):
         (tmp_path / folder / "loop").symlink_to("loop")
-    looked, look = [], common.look_at
-    monkeypatch.setattr(common, "look_at", lambda path: looked.append(path) or look(path))
     source = open_data(f"{tmp_path}/data", content="label")
     paths = [os.path.relpath(source.path(i), tmp_path / "data") for i in range(len(source))]
     assert paths == ["cat/1.jpg", "cat/more/2.jpg", "dog/1.jfif", "dog/deep/er/1.pgm"]
     assert source.labels.tolist() == [0, 0, 1, 1] and len(source.skipped) == 2
-    assert {Path(path).name for path in looked} == {"data", "loop", "more", "up"}
 
 
 def test_training_without_labels_reads_images_at_every_depth(tmp_path):
@@ -1149,13 +1029,13 @@ def test_distort_equals_a_literal_reference_with_the_same_random_numbers(kind):
 
 
 def test_training_crops_equal_those_of_pil_up_to_rounding():
-    """Levels differ by 8 of 255 at most, by .1 on average."""
+    """Levels differ by 8 of 255 at most, by .1 on average. Crops of squares are torchvision's."""
     image = Image.open(io.BytesIO(picture(200, 200))).convert("RGB")
     reference = v2.Compose([v2.RandomResizedCrop(64, (0.5, 1.0), interpolation=BICUBIC),
                             v2.RandomHorizontalFlip(), v2.PILToTensor()])
-    views = common.Views([common.View(48, (0.2, 1.0))], 48)
-    view = v2.RandomResizedCrop(48, (0.2, 1.0), interpolation=BICUBIC)
-    for seed in range(6):
+    views = common.Views([common.View(48, (0.08, 1.0))], 48)
+    view = v2.RandomResizedCrop(48, (0.08, 1.0), interpolation=BICUBIC)
+    for seed in range(12):
         torch.manual_seed(seed)
         crops = [common.train_transform(64, 0.5, 0.5)(image), *views(image)]
         torch.manual_seed(seed)
@@ -1167,17 +1047,6 @@ def test_training_crops_equal_those_of_pil_up_to_rounding():
 
 
 SHAPES = {"1:1": (96, 96), "4:3": (96, 128), "3:2": (96, 144), "16:9": (90, 160), "9:16": (160, 90)}
-
-
-@pytest.mark.parametrize("least", [0.08, 0.3, 0.9, 1.0])
-def test_crops_of_squares_are_torchvisions(least):
-    """So are the random numbers that follow a crop."""
-    image, found = torch.zeros(3, 96, 96), []
-    for crop in (lambda: common.random_crop(image, (least, 1)),
-                 lambda: v2.RandomResizedCrop.get_params(image, (least, 1), (3 / 4, 4 / 3))):
-        torch.manual_seed(0)
-        found.append([[tuple(crop()), torch.rand(1)] for _ in range(200)])
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -1211,22 +1080,6 @@ def test_crops_of_a_thin_image_fit_and_keep_enough_pixels():
     a, b, c = (common.crop_and_flip(torch.arange(1800.0).view(3, 20, 30), 8, (0.5, 1), 0.5,
                                     torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))
     assert torch.equal(a, b) and not torch.equal(a, c)
-
-
-@pytest.mark.parametrize("pixels, mean, std", [
-    ("", (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
-    ("imagenet", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ("half", 3 * [0.5], 3 * [0.5])])
-def test_an_encoder_normalises_uint8_and_floats_by_its_own_constants(pixels, mean, std):
-    images, seen = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8), []
-    vit = common.ViT(32, 16, 12, 1, 2, cls=True, pixels=pixels)
-    resnet = common.ResNet(32, (1, 1, 1, 1), pixels)
-    for encoder, first in ((vit, vit.patch_embed), (resnet, resnet.conv1)):
-        first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        encoder(images), encoder(images / 255)
-    vit.cls_attention(images)
-    for x in seen:
-        torch.testing.assert_close(x, v2.functional.normalize(images / 255, mean, std))
-    assert len(seen) == 5
 
 
 def test_label_fraction_is_a_share_of_each_class_or_a_list_of_images(tmp_path):
@@ -1293,34 +1146,23 @@ def test_an_image_that_the_disk_fails_once_is_read_and_one_that_fails_is_counted
             take(stream(source, 6), 1, workers=1)
 
 
-def test_a_shard_that_the_disk_fails_is_read_again_from_the_same_place(
+def test_shards_that_fail_are_read_again_two_are_counted_and_three_end_the_run(
         tmp_path, monkeypatch, sleeps):
-    """Each second read fails, and a read gives at most 8 kB."""
-    shards, readv = TarShards(write_shards(tmp_path, [30] * 5)), os.readv
-    calls = itertools.count()
-    expected = captions_of_samples(shards, 300)
+    """A read that fails once goes on from the same place. A read gives at most 8 kB."""
+    shards, readv, gone = TarShards(write_shards(tmp_path, [30] * 5)), os.readv, {"every second"}
+    calls, expected = itertools.count(), captions_of_samples(shards, 300)
 
-    def flaky(file, buffers):
-        if next(calls) % 2 == 0:
+    def failing(file, buffers):
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{file}"))
+        if name in gone or "every second" in gone and next(calls) % 2 == 0:
             raise OSError(errno.ESTALE, "stale")
         return readv(file, [buffers[0][:8192]])
 
-    monkeypatch.setattr(os, "readv", flaky)
+    monkeypatch.setattr(os, "readv", failing)
     assert captions_of_samples(shards, 300) == expected
     assert len(sleeps) > 20 and set(sleeps) == {1}
-
-
-def test_two_shards_that_fail_always_are_counted_and_three_end_the_run(
-        tmp_path, monkeypatch, sleeps):
-    shards, readv, gone = TarShards(write_shards(tmp_path, [30] * 5)), os.readv, set()
-
-    def failing(file, buffers):
-        if os.path.basename(os.readlink(f"/proc/self/fd/{file}")) in gone:
-            raise OSError(errno.EIO, "failed")
-        return readv(file, buffers)
-
-    monkeypatch.setattr(os, "readv", failing)
-    gone |= {"001.tar", "003.tar"}
+    gone = {"001.tar", "003.tar"}
+    sleeps.clear()
     batches = take(stream(shards, 30), 3)
     assert batches[-1]["position"][0][2][common.DISK][0] == 2 and sleeps == [1, 5, 25] * 2
     assert len({name for batch in batches for name in captions_in(batch)}) == 90
