@@ -476,21 +476,6 @@ def test_a_resumed_detector_equals_an_uninterrupted_one_and_is_evaluated(
     assert "detection/AP" in again and again["settings"]["class_names"].endswith("boxes.json")
 
 
-@pytest.mark.parametrize("flags, message", [
-    ("--data shapes", "give --finetune RUN, a run of --method sparc"),
-    ("--data shapes --finetune BAM", "bam is a run of --method bam"),
-    ("--finetune RUN --data table.csv", "table.csv is no JSON of boxes"),
-    ("--finetune RUN --data shapes:size=16 --embed-dim 64", "sparc: .*--embed-dim"),
-    ("--finetune RUN --data shapes:size=16 --text-encoder 12x512", "leave it out"),
-    ("--finetune RUN --data shapes:size=16 --vocab other.txt", "--vocab other.txt .*leave it out"),
-    ("--finetune nowhere", "nowhere")])
-def test_what_a_detector_needs_is_said(tmp_path, monkeypatch, run_of, flags, message):
-    monkeypatch.chdir(tmp_path)
-    flags = flags.replace("RUN", str(run_of("sparc"))).replace("BAM", str(run_of("bam")))
-    with pytest.raises(UserError, match=message):
-        train.main(["--method", "detector", *flags.split(), "--out", "out"])
-
-
 def test_the_dry_run_and_the_preset_of_the_paper(capsys, run_of):
     train.main(["--method", "detector", "--data", "shapes:size=16", "--finetune",
                 str(run_of("sparc")), "--dry-run"])
