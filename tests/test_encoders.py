@@ -16,7 +16,7 @@ from torchvision.models import resnet
 
 import common
 import sparc
-from helpers import assert_same_with_gradients, run_ranks, shapes_alone, tiny_model
+from helpers import assert_same_with_gradients, run_ranks, tiny_model
 
 WIDTH, HEADS, DEPTH, PATCH, SIZE = 12, 3, 2, 4, 12  # of the tiny ViT: a grid of 3 x 3 patches
 VOCAB, CONTEXT = 19, 7
@@ -144,8 +144,9 @@ def test_a_block_and_its_gradients_equal_torchs(act, torchs_act, kind):
 @pytest.mark.parametrize("height, width", [(12, 12), (20, 16), (8, 24)])
 @pytest.mark.parametrize("cls", [True, False])
 def test_vit_equals_a_literal_reference_at_any_image_size(cls, height, width):
-    """The positions of other sizes are interpolated as PIL resizes an image."""
-    vit, images = tiny_vit(cls=cls), torch.rand(2, 3, height, width)
+    """The positions of other sizes are interpolated as PIL resizes an image. CLIP's first LayerNorm
+    follows the sum of patches and positions."""
+    vit, images = tiny_vit(cls=cls, pre_norm=cls), torch.rand(2, 3, height, width)
     weights = random_weights(vit)
     common.restore_model(vit, weights, "a file", "")
     grid = weights["pos"][0, int(cls):].view(3, 3, WIDTH)
@@ -300,19 +301,3 @@ def test_evaluation_encoder_is_the_encoder_that_encode_image_uses(name):
     torch.testing.assert_close(model.encode_image(images).norm(dim=1), torch.ones(2))
     assert torch.equal(before[0], images)
     assert (model.evaluation_encoder() is model.image_encoder) == (name not in ("dino", "bam"))
-
-
-def test_only_weights_are_read_from_a_checkpoint():
-    weights = {"module._orig_mod.a": torch.ones(1), "epoch": 3, 7: torch.ones(1), "b": [1.0]}
-    for state in (weights, {"state_dict": weights}, {"model": {"teacher": weights}}):
-        assert common.unwrapped(state, "timm") == {"a": torch.ones(1)}
-    with pytest.raises(common.UserError, match="holds no weights, but epoch"):
-        common.unwrapped({"epoch": 3}, "timm")
-
-
-def test_a_resnet_and_a_vit_with_a_stem_are_not_exported():
-    with shapes_alone():
-        encoders = common.ResNet(32, blocks=(1, 1, 1, 1)), tiny_vit(stem=((4, 2), (4, 2)))
-    for encoder in encoders:
-        with pytest.raises(common.UserError, match="timm.* train another, such as tiny-patch"):
-            common.timm_weights(encoder)
