@@ -102,6 +102,15 @@ ERRORS = [
     ("bam --contrastive-crop --crop-start 1", "a table, not shapes.* --no-contrastive-crop"),
     ("bam --contrastive-crop --crop-start 9", "--crop-start 9 must be below --steps 4"),
 
+    *((f"train --method detector --out run {flags}", message) for flags, message in (
+        ("--data shapes", "give --finetune RUN, a run of --method sparc"),
+        ("--data shapes --finetune runs/bam", "bam is a run of --method bam"),
+        ("--data table.csv --finetune runs/sparc", "table.csv is no JSON of boxes"),
+        *((f"--data shapes:size=16 --finetune runs/sparc {flag}", message) for flag, message in (
+            ("--embed-dim 64", "sparc: .*--embed-dim"), ("--text-encoder 12x512", "leave it out"),
+            ("--vocab other.txt", "--vocab other.txt .*leave it out"))),
+        ("--finetune nowhere", "nowhere"))),
+
     # Encoders
     ("sparc --image-encoder ViT-Z/9", "no encoder 'ViT-Z/9'; there are tiny, tiny-patch,"),
     ("sparc --image-encoder tiny:stem=none", "ViT has no setting 'stem'; its settings: "),
