@@ -107,28 +107,6 @@ def test_a_damaged_checkpoint_is_refused_and_another_one_named(run, run_of, chan
     train_alone(["--resume", "--checkpoint", "step-4.pt", "--out", run])
 
 
-def test_one_rank_of_a_machine_looks_at_checksums(tmp_path, run_of, monkeypatch):
-    looked = []
-    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda archive: looked.append(archive.filename))
-    for rank in (0, 1):
-        monkeypatch.setattr(common, "local_rank", lambda: (rank, 2))
-        common.load_checkpoint(run_of("sparc") / "last.pt")
-    assert looked == [str(run_of("sparc") / "last.pt")]
-
-
-@pytest.mark.parametrize("name, content, message", [
-    ("config.json", b"", "config.json cannot be read: .*an equal one into another --out"),
-    ("vocab.txt", None, "vocab.txt .*No such file.*an equal one into another --out"),
-    ("last.pt", bytes(4000), "last.pt cannot be read: .*Remedy: begin a new run")])
-def test_the_remedy_helps(run, name, content, message):
-    (run / name).unlink()
-    if content is not None:
-        (run / name).write_bytes(content)
-    with pytest.raises(UserError, match=message) as error:
-        train_alone(["--resume", "--out", run])
-    assert not {"weights_only=False", "arbitrary", "trust"} & set(str(error.value).split())
-
-
 def test_a_new_run_continues_from_the_milestone_if_it_has_no_last_pt_yet(run):
     """The run was killed between the two."""
     (run / "last.pt").rename(run / "step-6.pt")
