@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import time
-import weakref
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from PIL import Image
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,9 +29,9 @@ import eval as evaluation
 import sparc
 import train
 from common import UserError
-from helpers import (ROOT, SMALL, assert_same_weights, picture, read_log, run_ranks,
-                     shapes_alone, start_program, tiny_model, train_alone, train_on_rank,
-                     train_until, weights, write_files, write_shards, write_table)
+from helpers import (ROOT, SMALL, assert_same_weights, picture, read_log, run_ranks, shapes_alone,
+                     start_program, tiny_model, train_alone, train_on_rank, write_files,
+                     write_shards, write_table)
 from test_eval import opened
 
 SPARC = SMALL["sparc"]
@@ -56,22 +54,10 @@ def test_flags_override_presets_and_presets_override_defaults():
     assert (args.lambda_f, args.steps, args.beta2) == (5.0, 250_000, 0.98)  # flag, preset, default
 
 
-def test_help_lists_names_and_the_defaults_of_the_preset(capsys):
-    for words in ([], ["--method", "sparo", "--preset", "cc3m-b32"]):
-        with pytest.raises(SystemExit):
-            train.main([*words, "--help"])
-    out = capsys.readouterr().out
-    for line in ("--preset NAME of --method bam:", "\n  l400m-b32\n", "(default: clip-b32)",
-                 "\n  tiny-patch\n", "\n  12x512\n", "\n  FILE.token of Flickr\n", "> 0"):
-        assert line in out
-
-
-def test_a_value_of_a_preset_is_never_refused(monkeypatch):
-    monkeypatch.setitem(train.METHODS["sparc"].PRESETS, "mine", {"sigma": -1.0})
-    command = ["--method", "sparc", "--preset", "mine", "--sigma"]
-    assert train.parse_args([*command, "-1.0"]).sigma == -1
-    with pytest.raises(UserError, match="--sigma -2.0 must be finite and not negative"):
-        train.parse_args([*command, "-2.0"])
+def test_help_has_the_defaults_of_the_preset(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--method", "sparo", "--preset", "cc3m-b32", "--help"])
+    assert "(default: clip-b32)" in capsys.readouterr().out
 
 
 def test_a_run_writes_its_log_settings_vocabulary_and_pictures(run_of):
@@ -213,23 +199,6 @@ def test_main_is_a_function_in_any_thread_and_leaves_nothing_changed(tmp_path):
     assert state() == before
 
 
-@pytest.mark.parametrize("name, objective", [("sparc", "filip"), ("dino", "dino")])
-def test_compile_does_not_change_trained_weights(tmp_path, monkeypatch, name, objective):
-    compile, compiled = torch.compile, []
-    flags = [*SMALL[name], "--objective", objective, "--steps", "1", "--warmup", "1"]
-    runs = tmp_path / "plain", tmp_path / "compiled"
-    train_alone([*flags, "--out", runs[0]])
-    monkeypatch.setattr(torch, "compile", lambda block: compiled.append(block) or
-                        compile(block, backend="eager"))
-    train_alone([*flags, "--compile", "--out", runs[1]])
-    assert len(compiled) == 2  # one block in each encoder, or in the student and the teacher
-    found = []
-    for run in runs:
-        record = read_log(run)[0]
-        found.append([weights(run), record["loss"], record["grad_norm"]])
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("build, graphs", [
     (lambda: common.ViT(16, 8, width=8, depth=3, heads=2, drop_path=0.1), 3),
     (lambda: common.ResNet(32, (1, 1, 1, 1)), 1)])
@@ -245,17 +214,6 @@ def test_an_encoder_is_compiled_completely(monkeypatch, build, graphs):
         encoder(torch.randn(2, 3, encoder.image_size, encoder.image_size)).sum().backward()
         assert len(compiled) == graphs
         assert torch._dynamo.config.cache_size_limit > 2 * 24  # blocks in a CLIP of ViT-L/14
-
-
-def test_bam_on_one_folder_notes_at_once_what_an_evaluation_needs(tmp_path, capsys):
-    write_files(tmp_path, {f"data/{name}/{i}.png": picture() for name in "ab" for i in range(8)})
-    data = ["--data", str(tmp_path / "data"), "--image-size", "16", "--out", str(tmp_path / "run")]
-    train.main([*SMALL["bam"], *data])
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith("note: No evaluation: ") and "--eval-data" in first
-    assert "valuation" not in str(lines)
-    assert lines[-1] == f"python eval.py {tmp_path}/run --data TEST --train-data TRAIN"
-    assert [line[:14] for line in lines if " loss " in line] == ["bam: step 1/4 ", "bam: step 4/4 "]
 
 
 @pytest.mark.parametrize("name, flags, early", [
@@ -374,22 +332,16 @@ class Silent:
         raise RuntimeError("DataLoader timed out after 10 seconds")
 
 
-def test_a_run_without_a_batch_says_what_it_waits_for_every_5_minutes(tmp_path, monkeypatch, capsys):
-    write_files(tmp_path, {"mine": ""})
-    with open(tmp_path / "mine"):
-        assert str(tmp_path / "mine") in train.open_files("self")
-    files = {"self": {"/data/mine"}, 222: {"/data/mine", "/data/00012.tar", "/dev/null", "pipe:[9]"}}
+def test_a_run_without_a_batch_says_what_it_waits_for_every_5_minutes(monkeypatch, capsys):
+    files = {"self": {"/data/mine"}, 222: {"/data/mine", "/data/00012.tar", "/dev/null"}}
     monkeypatch.setattr(train, "open_files", files.get)
-    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: SimpleNamespace(
-        total=64e6, free=6e6))
     monkeypatch.setattr(torch.utils.data, "DataLoader", Silent)
     batches = train.read_in_workers(None, 2)
     next(batches)
     with pytest.raises(RuntimeError, match="timed out"):
         next(batches)
-    notes = re.findall(r"note: rank 0 has had no batch for (.*) s. It waits for worker 1 \(process "
-                       r"222\), which has /data/00012.tar open; /dev/shm has 6 of 64 MB free: .*"
-                       "--workers", capsys.readouterr().err)
+    notes = re.findall(r"no batch for (.*) s. .* worker 1 \(process 222\), which has "
+                       "/data/00012.tar open", capsys.readouterr().err)
     assert notes == ["60", "360", "660", "960", "1260", "1560"]
 
 
@@ -425,21 +377,6 @@ def test_a_run_shows_and_keeps_the_number_of_its_workers(tmp_path, monkeypatch, 
         train_alone([*flags, tmp_path / "run", "--steps", 2, "--resume", *more])
         assert common.read_config(tmp_path / "run")["workers"] == 1 - len(more) / 2
         assert ("or of workers changed" in capsys.readouterr().out) == (more != [])
-
-
-def test_the_wrapper_of_a_stage_is_freed_before_the_next_stage(tmp_path, monkeypatch):
-    """DDP's wrapper holds the memory of all gradients."""
-    wrappers, alive = [], []
-
-    def wrap(args, model, world_size):
-        alive.append(sum(wrapper() is not None for wrapper in wrappers))
-        wrapper = lambda batch: model(batch)
-        wrappers.append(weakref.ref(wrapper))
-        return wrapper
-
-    monkeypatch.setattr(train, "wrap", wrap)
-    train_alone([*SMALL["stair"], "--out", tmp_path])
-    assert alive == [0, 0, 0]
 
 
 def leave_after_rank_0(rank, run):
@@ -520,25 +457,18 @@ def test_resume_drops_an_incomplete_line_of_the_log_and_names_a_damaged_one(run)
         assert (run / "log.jsonl").read_bytes() == b"".join(damaged)
 
 
-@pytest.fixture(scope="session")
-def stopped_in_stage(tmp_path_factory, short_runs):
-    """{number of steps: the run of STAIR that stopped then}. The stages have 2, 2 and 4 steps."""
-    runs = {steps: tmp_path_factory.mktemp("stopped") / str(steps) for steps in (2, 6)}
-    for steps, run in runs.items():
-        train_until(steps, [*SMALL["stair"], "--out", run])
-    return runs
-
-
 @pytest.mark.parametrize("stopped, flags, message", [
     (6, "--steps 40", "in another stage"),                       # stages of 10, 10, 20 steps
     (6, "--steps 12", "in another stage"),                       # of 3, 3, 6: step 6 ends stage 2
     (6, "--steps 5", "past the end: leave out flags such as --steps,"),
     (2, "--stages single", "in another stage"), (6, "--steps 9", None)])
-def test_resume_never_goes_back_a_stage(tmp_path, stopped_in_stage, stopped, flags, message):
-    run = shutil.copytree(stopped_in_stage[stopped], tmp_path / "run")
+def test_resume_never_goes_back_a_stage(tmp_path, with_milestones, stopped, flags, message):
+    """The stages have 2, 2 and 4 steps."""
+    run = shutil.copytree(with_milestones["stair"], tmp_path / "run")
+    flags = ["--checkpoint", f"step-{stopped}.pt", *flags.split()]
     message = f"has made {stopped} steps, the last in stage .*{message}" if message else None
     with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
-        train_alone(["--resume", *flags.split(), "--out", run])
+        train_alone(["--resume", *flags, "--out", run])
 
 
 @pytest.mark.ranks
@@ -789,14 +719,6 @@ def test_a_full_disk_does_not_damage_the_old_checkpoint(run, monkeypatch):
     assert (run / "last.pt").read_bytes() == before and not list(run.glob("*.tmp"))
 
 
-def test_temporary_names_have_the_process_id(tmp_path):
-    """Two processes never write the same file."""
-    write_files(tmp_path, {"a.json.tmp": "the user's"})
-    with common.replacing(tmp_path / "a.json"):
-        assert (tmp_path / f"a.json.{os.getpid()}.tmp").exists()
-    assert (tmp_path / "a.json.tmp").read_text() == "the user's"
-
-
 @pytest.fixture(scope="session")
 def with_milestones(tmp_path_factory, short_runs):
     """{name: a run that keeps the checkpoints of every second step}; STAIR's stages end at 2 and 4."""
@@ -989,12 +911,9 @@ def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys, monkeypatch):
         counts.append(len(clock.waits)) or rates(clock, size)))
     words = ["--text-encoder", "tiny:vocab_size=9000"]
     train.main([*SPARC, *words, "--bench", "2", "--out", str(tmp_path / "run")])
-    words, line = capsys.readouterr().out.splitlines()
-    record = json.loads(line)
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["images_per_s"] > 0 and record["peak_memory_bytes"] > 1e6
     assert 0 < record["data_share"] < 1
-    assert words.startswith(f"{record['images_per_s']:.1f} images per second; ")
-    assert words.endswith(f"peak memory {record['peak_memory_bytes'] / 2**30:.2f} GiB")
     assert not (tmp_path / "run").exists() and counts == [2]  # without the steps of the warm-up
 
 
@@ -1032,24 +951,17 @@ def test_flops_of_clip_and_sparc_agree_with_table_11():
     assert flops["sparc"] / flops["clip"] == pytest.approx(of_sparc / of_clip, abs=0.001)
 
 
-def is_mirrored(transform):
-    """Whether a transform mirrors an image, which is red on its left."""
-    if isinstance(transform, common.Views):                  # `distort` mirrors the rows 0
-        return transform.draw(2000, transform.views[0])[0][0].float().mean().item()
-    if isinstance(transform, common.Augment):                # the first step mirrors
-        transform = transform.transforms[0]
-    image = Image.new("RGB", (16, 16), "blue")
-    image.paste((255, 0, 0), (0, 0, 8, 16))
-    truth = common.Boxes(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.bool))
-    x = transform(image, truth)[0] if transform.func is common.crop_boxes else transform(image)
-    return bool(x[0, 4, 0] < 128)
-
-
 @pytest.mark.parametrize("name, usual", [
     ("sparc", 0), ("stair", 0), ("sparo", 0), ("dino", 0.5), ("bam", 0.5), ("classifier", 0.5),
     ("detector", 0.5)])
 def test_images_with_captions_are_not_mirrored_by_default(name, usual, monkeypatch):
     """A mirror makes a caption with "left" wrong. --flip replaces the default of each method."""
+    def flip_of(transform):
+        if isinstance(transform, common.Views):
+            return transform.flip
+        step = transform.transforms[0] if isinstance(transform, common.Augment) else transform
+        return step.keywords["flip"]
+
     monkeypatch.setattr(train, "check_method", lambda args: None)  # a detector needs a run
     for given, flip in (([], usual), (["--flip", "1"], 1), (["--flip", "0"], 0)):
         args = train.parse_args([*SMALL.get(name, ["--method", name]), *given])
@@ -1057,7 +969,7 @@ def test_images_with_captions_are_not_mirrored_by_default(name, usual, monkeypat
         train.open_training_data(args, method)
         encoder = SimpleNamespace(image_size=args.image_size, grid=args.image_size // 8)
         transform = train.build_transform(args, method, encoder)
-        assert args.flip == flip and (not given or is_mirrored(transform) == flip)
+        assert args.flip == flip_of(transform) == flip
 
 
 def test_a_resumed_run_without_a_flip_mirrors_half_of_its_images(run):
@@ -1110,48 +1022,23 @@ def test_a_warning_says_that_many_samples_are_skipped():
     assert "this reason: no .txt (" in train.warning(args, None, model, scaler, record)
 
 
-@pytest.mark.parametrize("loading, share", [(0.03, 0.0), (0.1, 0.5)])
-def test_data_share_is_the_fraction_of_time_that_the_gpu_waits(monkeypatch, loading, share):
-    """The GPU computes a batch in .05 s. The host only loads batches, and enqueues work at once."""
-    device = SimpleNamespace(now=0.0, free=0.0)  # free: when the GPU ends the work that it has
-
-    class Event:
-        def __init__(self, enable_timing):
-            pass
-
-        def record(self):
-            self.time = device.free = max(device.now, device.free)
-
-        synchronize = lambda self: setattr(device, "now", max(device.now, self.time))
-        elapsed_time = lambda self, other: 1000 * (other.time - self.time)
+def test_data_share_is_the_fraction_of_time_that_waits_for_data(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
 
     def load():
         while True:
-            device.now += loading
-            yield device.now
+            now[0] += 0.03
+            yield
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1)
     clock, batches = train.Clock(), load()
     clock.reset()
-    for _ in range(100):
+    for _ in range(10):
         clock.wait_for(batches)
-        device.free = max(device.now, device.free) + 0.05
+        now[0] += 0.09  # the update
     rates = clock.rates(8)
-    assert rates["data_share"] == pytest.approx(share, abs=0.01) and rates["peak_memory_bytes"] == 1
-    assert rates["images_per_s"] == pytest.approx(8 / max(loading, 0.05), rel=0.02)
-
-
-def test_the_log_is_valid_json_if_a_gradient_overflows(tmp_path):
-    """Gradients of fp16 may overflow, and JSON has no NaN."""
-    log = train.Log(train.parse_args(SPARC), tmp_path, 0)
-    for step, norm in ((1, math.nan), (2, math.inf)):
-        record = {"step": step, "loss": 1.0, "grad_norm": norm, "images_per_s": 2.0, "lr": 0.1}
-        log.write(record, None)
-    text = (tmp_path / "log.jsonl").read_text()
-    assert [json.loads(line)["grad_norm"] for line in text.splitlines()] == [None, None]
-    assert "NaN" not in text and "Infinity" not in text
+    assert rates["data_share"] == pytest.approx(0.25)
+    assert rates["images_per_s"] == pytest.approx(8 / 0.12) and rates["peak_memory_bytes"] > 1e6
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -1165,62 +1052,23 @@ def test_a_run_that_fails_at_its_start_leaves_no_new_directory(tmp_path, monkeyp
     assert (tmp_path / "run").exists() != is_new
 
 
-def first_batch(flags, out):
-    """Train one step -> what is printed of the first batch, and the arguments of each text that is
-    drawn into first-batch.png."""
-    drawn, draw = [], evaluation.draw_text
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as text:
-        patch.setattr(evaluation, "draw_text", lambda string, *more, **colour: (
-            drawn.append((string, *colour.values())), draw(string, *more, **colour))[1])
-        train_alone([*flags, "--steps", 1, "--out", out])
-    return re.search("Look at it first. The batch: (.*)", text.getvalue())[1], drawn
-
-
-def test_the_first_batch_shows_captions_as_they_are_read(tmp_path):
-    """Tokens that are cut off are grey."""
-    rows = "".join(f"{i}.jpg,{'long ' * (40 if i < 3 else 1)}same\n" for i in range(6))
-    write_table(tmp_path, 6)
-    write_files(tmp_path, {"table.csv": f"image,caption\n{rows}",
-                           "vocab.txt": "[PAD]\n[UNK]\n[CLS]\n[SEP]\nlong\n"})
-    flags = [*SPARC, "--image-size", "16", "--batch", "6", "--data", tmp_path / "table.csv"]
-    said, drawn = first_batch(flags, tmp_path / "run")
-    first = "long same" if drawn[0][0] == "[CLS] long same [SEP]" else f"{'long ' * 40}same"
-    assert said == ("6 images, captions of 16.0 tokens; 0% of the tokens are [UNK], 50% of the "
-                    f"captions are cut, 67% repeat another. First caption: {first!r}.")
-    assert drawn.count(("[CLS] long same [SEP]",)) == drawn.count(("", "grey")) == 3
-    assert drawn.count((f"[CLS] {'long ' * 30}[SEP]",)) == 3
-    assert drawn.count((f"{'long ' * 10}same", "grey")) == 3
-    said, drawn = first_batch([*flags, "--vocab", tmp_path / "vocab.txt"], tmp_path / "words")
-    assert "3% of the tokens are [UNK]" in said and ("[CLS] long [UNK] [SEP]",) in drawn
-
-
-def test_the_first_batch_shows_views_labels_and_boxes(tmp_path):
-    said, _ = first_batch(SMALL["bam"], tmp_path / "bam")
-    assert said == "8 images, each in 4 views, which stand side by side."
-    page = Image.open(tmp_path / "bam/first-batch.png").width
-    classes = {f"data/{name}/{i}.jpg": picture() for name in ("ring", "star") for i in range(4)}
-    write_files(tmp_path, classes)
-    flags = [*SMALL["classifier"], "--image-size", 16, "--data", tmp_path / "data", "--workers", 0]
-    _, drawn = first_batch([*flags, "--mixup", 0, "--cutmix", 0], tmp_path / "labels")
-    assert {("ring",), ("star",)} < {*drawn}
-    assert page > 2 * Image.open(tmp_path / "labels/first-batch.png").width > 0
-    _, drawn = first_batch([*flags, "--mixup", 1], tmp_path / "mixed")
-    shares = [sum(map(float, re.findall(r"(0\.\d\d) (?:ring|star)", text))) for text, *_ in drawn]
-    assert any(abs(share - 1) < 0.011 for share in shares)
+def test_the_first_batch_shows_what_is_read_cut_and_unknown_and_names_of_labels():
+    tokenizer = common.WordPiece([*common.SPECIAL_TOKENS, "a", "b"])
+    captions = ["a b a b b", "a c", "a c"]
+    batch = *tokenizer.batch(captions, 5), captions
+    texts = evaluation.as_read(tokenizer, *batch)
+    assert texts == [("[CLS] a b a [SEP]", "b b"), *2 * [("[CLS] a [UNK] [SEP]", "")]]
+    assert train.describe_captions(tokenizer, *batch, texts).startswith(
+        ", captions of 2.3 tokens; 29% of the tokens are [UNK], 33% of the captions are cut, 33% "
+        "repeat another.")
+    assert train.label_texts(torch.tensor([1, 0]), ["ring", "star"]) == ["star", "ring"]
+    assert train.label_texts(torch.tensor([[0.25, 0.75]]), ["ring", "star"]) == [
+        "0.25 ring, 0.75 star"]
 
 
 def test_the_first_batch_is_drawn_by_dry_run(tmp_path):
     train_alone([*SMALL["sparc"], "--dry-run", "--out", tmp_path / "look"])
     assert [path.name for path in (tmp_path / "look").iterdir()] == ["first-batch.png"]
-
-
-@pytest.mark.parametrize("every, refused", [(3, True), (2, False)])
-def test_a_vocabulary_without_the_words_of_the_captions_is_refused(every, refused):
-    table = common.CaptionTable([(f"{i}.jpg", "ab"[i % every == 0]) for i in range(40)], "x")
-    args, tokenizer = train.parse_args(SPARC), common.WordPiece([*common.SPECIAL_TOKENS, "b"])
-    words = pytest.raises(UserError, match="^65% of the captions' tokens are .UNK.")
-    with words if refused else contextlib.nullcontext():
-        train.check_vocabulary(args, table, tokenizer)
 
 
 @pytest.mark.parametrize("kind", ["table", "shards"])
