@@ -24,8 +24,7 @@ import eval as evaluation
 import stair
 import train
 from common import UserError
-from helpers import (ROOT, SMALL, make_batch, read_log, shapes_alone, tiny_model, train_alone,
-                     train_until, weights)
+from helpers import ROOT, SMALL, make_batch, read_log, tiny_model, train_alone, weights
 from test_encoders import (CLIP_PIXELS, CONTEXT, DEPTH, SIZE, VOCAB, WIDTH, close, literal_text, literal_vit,
                            pils_resize, quick_gelu, random_weights, renamed, tiny_text, tiny_vit)
 
@@ -160,7 +159,8 @@ def made_up_clip_file(vocab, changes={}):
 
 @pytest.mark.parametrize("name", ["clip", "stair", "bam"])
 def test_no_steps_change_nothing_and_evaluate(tmp_path, monkeypatch, run_of, name):
-    """With one step and --lr 0 the statistics of BatchNorm would move."""
+    """With one step and --lr 0 the statistics of BatchNorm would move. A run that starts from a
+    CLIP resumes without its file."""
     monkeypatch.chdir(tmp_path)
     flags = made_up_clip_file(run_of("sparc") / "vocab.txt") if name == "clip" else []
     flags = [*SMALL["sparc" if name == "clip" else name], *flags, "--steps", "0", "--out", "run"]
@@ -173,25 +173,14 @@ def test_no_steps_change_nothing_and_evaluate(tmp_path, monkeypatch, run_of, nam
     assert [key for key, x in initial.items() if not torch.equal(x, saved[key])] == []
     figures = json.loads(Path("run/eval.json").read_text())
     assert figures.keys() >= {"knn" if name == "bam" else "zeroshot"} and not read_log(Path("run"))
-    if name == "stair":
+    if name == "clip":
+        clip = torch.load("clip.pt")
+        assert torch.equal(saved["g_v.weight"], clip["visual.proj"].T)
+        assert torch.equal(saved["image_encoder.patch_embed.weight"], clip["visual.conv1.weight"])
+        Path("clip.pt").unlink()
+    if name != "bam":
         train_alone(["--resume", "--out", "run", "--steps", 8])
         assert len(read_log(Path("run"))) == 8
-
-
-def test_a_run_starts_from_a_clip_and_resumes_without_its_file(
-        tmp_path, monkeypatch, run_of, capsys):
-    monkeypatch.chdir(tmp_path)
-    flags = [*SMALL["sparc"], *made_up_clip_file(run_of("sparc") / "vocab.txt")]
-    clip, stopped = torch.load("clip.pt"), tmp_path / "stopped"
-    train_alone([*flags, "--out", tmp_path / "whole", "--lr", "0"])
-    assert "clip.pt is loaded. Left over in the file: nothing." in capsys.readouterr().out
-    trained = weights(tmp_path / "whole")
-    assert torch.equal(trained["g_v.weight"], clip["visual.proj"].T)
-    conv = trained["image_encoder.patch_embed.weight"]
-    assert torch.equal(conv, clip["visual.conv1.weight"])
-    train_until(3, [*flags, "--out", stopped])
-    (tmp_path / "clip.pt").unlink()  # a resumed run does not read it again
-    train_alone(["--out", stopped, "--resume"])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -282,9 +271,16 @@ def made_up_timm(vit):
     lambda state, other: state | {"fc.weight": torch.ones(2), "head_dist.bias": torch.ones(2)},
     lambda state, other: {"state_dict": prefixed("backbone.", state)    # solo-learn's file
                           | prefixed("momentum_backbone.", other)
-                          | {"projector.0.weight": torch.ones(2), "queue": torch.ones(2)}}])
-def test_files_of_timm_dino_bam_and_solo_learn_are_read(save, tmp_path):
-    """DINO's and BAM's files hold a student, too. The teacher's weights are read."""
+                          | {"projector.0.weight": torch.ones(2), "queue": torch.ones(2)}},
+    lambda state, other: {"state_dict": prefixed("module.base_encoder.", state)     # MoCo-v3's
+                          | prefixed("module.momentum_encoder.", other)
+                          | {"module.base_encoder.head.0.weight": torch.ones(2),
+                             "module.predictor.0.weight": torch.ones(2)}},
+    *(lambda state, other, prefix=prefix: {"state_dict": prefixed(prefix, state)}
+      for prefix in ("model.", "net.encoder.", "module.model."))])
+def test_files_of_timm_dino_bam_and_others_are_read(save, tmp_path):
+    """DINO's and BAM's files hold a student, too. The teacher's weights are read. A prefix that all
+    names share is stripped."""
     vit, expected = tiny_vit(cls=True), tiny_vit(cls=True)
     state, other = made_up_timm(vit), made_up_timm(vit)
     common.load_timm(expected, state)
@@ -363,11 +359,11 @@ def test_torch_traces_exports_and_quantises_encode_image(name, monkeypatch):
         def forward(self, images):
             return self.model.encode_image(images)
 
-    images, encode = torch.rand(5, 3, 16, 16), Encode()
+    images, sizes = torch.rand(5, 3, 16, 16), {0: torch.export.Dim("B")}
     with torch.no_grad():
         expected = model.encode_image(images)
-        close(torch.jit.trace(encode, images[:2])(images), expected)
-        exported = torch.export.export(encode, (images[:2],), dynamic_shapes=({0: torch.export.Dim("B")},))
+        close(torch.jit.trace(Encode(), images[:2])(images), expected)
+        exported = torch.export.export(Encode(), (images[:2],), dynamic_shapes=(sizes,))
         close(exported.module()(images), expected)
         small = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, torch.qint8)
         assert (small.encode_image(images) * expected).sum(1).min() > 0.99
@@ -438,33 +434,6 @@ class HuggingFace(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(1.0))
 
 
-class Theirs(nn.Module):
-    """Another project that runs the lines of a method's file."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.once, self.lines, self.update = snippet(name)
-        self.known = dict(vars(train.METHODS[name]), d=12, G=2)
-        if name == "bam":
-            pool = nn.AdaptiveAvgPool2d(1)
-            self.backbone = nn.Sequential(nn.Conv2d(3, 12, 8, 8), pool, nn.Flatten())
-            small = dict(projector_width=12, projector_dim=6)
-            self.known["Config"] = functools.partial(train.METHODS["bam"].Config, **small)
-        else:
-            self.model = OpenClip() if name == "sparc" else HuggingFace()
-        self.known |= self._modules
-        exec(self.once, self.known)
-        made = self.known.keys() - vars(train.METHODS[name]).keys() - self._modules.keys()
-        for key in made:
-            if isinstance(self.known[key], nn.Module):
-                setattr(self, key, self.known[key])
-
-    def forward(self, batch):
-        known = self.known | batch
-        exec(self.lines, known)
-        return {"loss": known["loss"]}
-
-
 def as_they_have_it(name):
     """Return a batch under the names that the lines use."""
     if name == "bam":
@@ -479,13 +448,33 @@ def as_they_have_it(name):
 
 @pytest.mark.parametrize("name", ["sparo", "stair", "sparc", "bam"])
 def test_the_lines_for_other_projects_train_all_parameters(name):
-    model = Theirs(name)
-    loss, known = model(as_they_have_it(name))["loss"], model.known
-    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    once, lines, update = snippet(name)
+    known = dict(vars(train.METHODS[name]), d=12, G=2) | as_they_have_it(name)
+    if name == "bam":
+        pool, small = nn.AdaptiveAvgPool2d(1), dict(projector_width=12, projector_dim=6)
+        known["backbone"] = nn.Sequential(nn.Conv2d(3, 12, 8, 8), pool, nn.Flatten())
+        known["Config"] = functools.partial(train.METHODS["bam"].Config, **small)
+    else:
+        known["model"] = OpenClip() if name == "sparc" else HuggingFace()
+    exec(once, known)
+    theirs = nn.ModuleList([x for x in known.values() if isinstance(x, nn.Module)])
+    before = {key: p.detach().clone() for key, p in theirs.named_parameters()}
+    exec(lines, known)
+    assert known["loss"].isfinite()
     if name != "bam":
         known["model"].logit_scale.data.fill_(9.0)
-    exec(model.update, known | {"loss": loss})
-    assert loss.isfinite()
-    changed = [key for key, p in model.named_parameters() if not torch.equal(p, before[key])]
+    exec(update, known)
+    changed = [key for key, p in theirs.named_parameters() if not torch.equal(p, before[key])]
     assert changed == list(before)
     assert name == "bam" or known["model"].logit_scale <= math.log(100) + 1e-6
+
+
+def test_weights_that_do_not_fit_are_refused_by_their_cause(tmp_path):
+    vit = tiny_vit(cls=True)
+    state = made_up_timm(vit)
+    for name in ("visual.transformer.resblocks.0.ln_1.weight", "vit.embeddings.layernorm.weight"):
+        with pytest.raises(common.UserError, match=f"{name}.*give a file with timm's names"):
+            common.load_timm(vit, state | {name: torch.ones(2)})
+    (tmp_path / "index.json").write_text(json.dumps({"weight_map": {}}))
+    with pytest.raises(common.UserError, match="more than tensors .* or is no file of torch.save"):
+        common.load_checkpoint(tmp_path / "index.json")
