@@ -28,7 +28,7 @@ Differs from the paper, as the authors' code does (search for "differs" for the 
   * Only large views are columns of S (bam_loss.py:141) and targets (bam_loss.py:106). Sec. 3.5
     leaves out only pairs of two small views.
   * S leaves out similarities of views of one image (bam_loss.py:63, 115). --mask zero is Eq. 3.
-  * Sinkhorn normalises columns first (bam_loss.py:292), three times (bam_loss.py:34).
+  * Sinkhorn has three iterations (bam_loss.py:34), and each begins with columns (bam_loss.py:292).
   * The loss is a mean over pairs of views and over images (bam_loss.py:128); Eq. 5 is a sum.
   * A run with a teacher is evaluated with the teacher (eval_linear.py:129, utils.py:106).
 Differs from the authors' code: BatchNorm in the projector has statistics of each view alone.
@@ -55,7 +55,8 @@ class Config:
     tau_b: float = 0.05   # temperature of the targets, > 0. Below tau it sharpens them (3.4, F)
     sinkhorn_iters: int = 3  # Sinkhorn iterations of the targets, > 0 (authors' bam_loss.py:34)
     # similarities of views of one image. exclude: they are left out. zero: they are 0 (Eq. 3).
-    # none: they are kept. self: 0 for a view with itself, others kept. Table 1: maybe self or none
+    # none: they are kept. self: 0 for a view with itself, others kept. Table 1's row without
+    # masking is none or self: the paper leaves it open
     mask: Literal["exclude", "zero", "self", "none"] = "exclude"
     teacher: bool = True  # compute targets by a teacher, a moving average of the network (App. C)
     ema: float = 0.995    # first momentum of the teacher, <= 1. The last is 1 (main_pretrain.py:99)
@@ -97,8 +98,8 @@ def attention(S, tau, log=False):
 
 
 # L_SA-matching = sum_{j != j'} sum_i CE(a_i^j, a_i^j'),  CE(a, a') = -<a, log a'>   (Eq. 2)
-# Eq. 2 is matching(A, log A). Eq. 5, whose targets are b_i^j, is matching(B, log A). The sum over i
-# is in bam_loss.
+# Eq. 2 is matching(A, log A). Eq. 5, whose targets are b_i^j, is matching(B, log A). matching_loss
+# (below) takes the mean over i.
 def matching(B, log_A):
     """Targets B (G, n, m), log A (k, n, m) -> the loss of each image (n,)."""
     G, k, loss = len(B), len(log_A), 0
@@ -109,8 +110,8 @@ def matching(B, log_A):
     return loss / (G * (k - 1))  # differs: a mean over the pairs of views (bam_loss.py:128)
 
 
-# S(i, j)     = cos(z_i, z_j),  i and j: views of any images, not i, j of Eq. 1      (Sec. 3.1)
-# S hat(i, j) = 0 if i and j show one image, i = j (mod n), else S(i, j)             (Eq. 3)
+# S(p, q)     = cos(z_p, z_q),  p and q: any two views; Eq. 3 calls them i and j     (Sec. 3.1)
+# S hat(p, q) = 0 if p and q show one image, p = q (mod n), else S(p, q)             (Eq. 3)
 @fp32
 def similarities(z, c, is_same, mask="exclude"):
     """Rows z (k, n, E) and columns c (m, E) of length 1 -> S hat (k, n, m). is_same (k, n, m): a
@@ -126,8 +127,8 @@ def similarities(z, c, is_same, mask="exclude"):
 @torch.no_grad()
 def sinkhorn(S, tau, iters, *, gather=all_ranks):
     """S (..., rows, columns) of this rank, tau: tau_B -> B, without gradient. Rows sum to 1.
-    differs: columns sum to about k / G, not 1 (bam_loss.py:289), because the S of all ranks has k
-    rows and G columns for each image. The paper's S is square."""
+    differs: columns end at about k / G, not 1 (bam_loss.py:289). Each pass makes columns 1, then
+    rows 1, and S, of all ranks, has k rows and G columns for each image. The paper's is square."""
     log_K = S / tau                                      # tau is tau_B
     for _ in range(iters):                               # differs: columns first
         sums = log_K.logsumexp(-2, keepdim=True)         # (1, m), log sums over this rank's rows
@@ -137,6 +138,12 @@ def sinkhorn(S, tau, iters, *, gather=all_ranks):
 
 
 # L_BAM = sum_{j != j'} sum_i CE(b_i^j, a_i^j')                                      (Eq. 5)
+def image_losses(z, B, is_same, c, mask, tau):
+    """Rows z (k, n, E), targets B (G, n, m) -> the loss of each image (n,), and log A (k, n, m)."""
+    log_A = attention(similarities(z, c, is_same, mask), tau, log=True)      # (k, n, m)
+    return matching(B, log_A), log_A
+
+
 def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, iters=3,
              mask="exclude", gather=all_ranks, entropies=False):
     """z (n_views * n, E): latents of n images, view after view, large views first -> L_BAM, a
@@ -153,11 +160,9 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
         S_hat = similarities(z_m, c, is_same, mask)                          # (k, n, m)
         B = sinkhorn(S_hat.flatten(0, 1), tau_b, iters, gather=gather)       # (k n, m)
     B = B.view(S_hat.shape)[:G]     # (G, n, m)  differs: small views balance, but are no targets
-    # matching_loss (below) computes, in less memory,
-    #     log_A = attention(similarities(z, c, is_same, mask), tau, log=True)    # (k, n, m)
-    #     loss = matching(B, log_A).mean()    # differs: a mean over images (bam_loss.py:128)
-    loss, *of_rows = matching_loss(z, B, c, is_same, mask, tau)
-    return (loss, *of_rows) if entropies else loss
+    # The mean of image_losses, for some images at a time, which saves memory (below)
+    loss, entropy_a, entropy_b = matching_loss(z, B, c, is_same, mask, tau)
+    return (loss, entropy_a, entropy_b) if entropies else loss
 
 
 @fp32
@@ -189,7 +194,8 @@ class Model(nn.Module):
 
     def forward(self, batch, gather=all_ranks):
         """batch["views"]: list of k views (n, 3, s, s), two large first -> {"loss", scalars}."""
-        views, z_m = checked_views(batch["views"]), None
+        z_m = None
+        views = checked_views(batch["views"])
         if self.teacher:  # before the student, whose activations stay in memory until backward
             with torch.no_grad():
                 _, z_m = self.latents(self.teacher, views, gather)             # (k, n, E)
@@ -218,8 +224,8 @@ class Model(nn.Module):
         """teacher = momentum * teacher + (1 - momentum) * student (Sec. 3.5)."""
         check_step(step, steps)
         if self.teacher:
-            # The momentum rises to 1 (main_pretrain.py:261). The authors make this update at the
-            # start of step + 1, with the momentum of that step (wrappers.py:103).
+            # The momentum rises to 1 (main_pretrain.py:261). step + 1: the authors make this update
+            # at the start of the next step (wrappers.py:103).
             cosine = math.cos(math.pi * ((step + 1) / steps))
             momentum = 1 - (1 - self.config.ema) * (1 + cosine) / 2
             students = list(self.student().parameters())
@@ -386,12 +392,12 @@ def same_image(z, n_global, c, mask):
 
 def matching_loss(z, B, c, is_same, mask, tau):
     """z (k, n, E), targets B (G, n, m) -> L_BAM and the mean entropies of A's and of B's rows."""
-    def of_images(z_part, B_part, same):
-        S_hat = similarities(z_part, c, same, mask)                          # (k, n, m)
-        log_A = attention(S_hat, tau, log=True)                              # (k, n, m)
-        return matching(B_part, log_A), entropy(log_A.detach().exp()).mean(0)     # (n,), (n,)
+    def of_images(z, B, is_same):
+        losses, log_A = image_losses(z, B, is_same, c, mask, tau)
+        return losses, entropy(log_A.detach().exp()).mean(0)                      # (n,), (n,)
 
     losses, entropy_a = in_parts(of_images, z, B, is_same, size=len(z) * len(c))
+    # differs: a mean over images (bam_loss.py:128)
     return losses.mean(), entropy_a.mean(), entropy(B).mean()
 
 

@@ -69,7 +69,7 @@ class Config:
     token_mean: Literal["caption", "batch"] = "caption"
 
 
-# Below the core: in_fp32, Gather, own_columns, caption_losses, mean_of_batch, softmax_weights,
+# Below the core: in_fp32, Gather, own_columns, in_rows, mean_of_batch, softmax_weights,
 # Residual, and what refuses wrong arguments (check_..., checked_...).
 
 
@@ -98,9 +98,9 @@ def global_loss(v, t, scale, *, gather=all_ranks):
     """CLIP's loss. v, t (B, E): vbar, tbar of this rank, normalised here -> scalar. scale: 1 / tau,
     from 1 to 100. gather: see all_ranks."""
     check_pairs(v, t, scale)
-    vbar, tbar = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
-    v_to_t = scale * vbar @ gather(tbar).T           # (B, world * B)  cos(vbar_i, tbar_j) / tau
-    t_to_v = scale * tbar @ gather(vbar).T           # (B, world * B)  cos(tbar_i, vbar_j) / tau
+    v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)  # vbar and tbar of length 1
+    v_to_t = scale * v @ gather(t).T                 # (B, world * B)  cos(vbar_i, tbar_j) / tau
+    t_to_v = scale * t @ gather(v).T                 # (B, world * B)  cos(tbar_i, vbar_j) / tau
     own = own_columns(v_to_t)                        # (B,), the columns j = i
     return (F.cross_entropy(v_to_t, own) + F.cross_entropy(t_to_v, own)) / 2
 
@@ -110,6 +110,7 @@ def global_loss(v, t, scale, *, gather=all_ranks):
 # stil_lp = shat_lp if shat_lp >= sigma else 0                                   (Eq. 3)
 # a_lp = stil_lp / sum_{r=1..P} stil_lr                                          (Eq. 4)
 # The paper writes jk for lp in Eq. 3 and 4. Its R counts the patches with stil > 0; others add 0.
+# shat is s_hat below, stil is s_til.
 @fp32
 def alignment_weights(tokens, patches, threshold=None):
     """The weight that each token gives each patch; the weights of a token sum to 1.
@@ -157,16 +158,18 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
     """The fine-grained loss L_f (Eq. 6). Embeddings t_l (B, L, E) and v_p (B, P, E), not
     normalised -> scalar. mask (B, L): True on words: words_only(the mask of the token ids).
     scale: 1 / tau, from 1 to 100. align: see Eq. 5. Only token_mean="batch" uses gather."""
-    words = checked_words(tokens, patches, mask, scale)     # (B, L)
-    tokens = tokens.masked_fill(~words[..., None], 0.0)     # weight 0 * NaN would be NaN
-    # caption_losses (below) computes, in less memory,
-    #     c = grouped_patches(tokens, patches, align)             # (B, L, E)
-    #     losses = sequence_losses(c, tokens, words, scale)       # (B,), loss_i
-    losses = caption_losses(tokens, patches, words, scale, align)
-    count = words.sum(1)                                    # (B,), L_i
-    if token_mean != "caption":  # "batch", as in listing 1 (below)
+    def losses_of(tokens, patches, words):
+        c = grouped_patches(tokens, patches, align)             # (B, L, E)
+        return sequence_losses(c, tokens, words, scale)         # (B,), loss_i
+
+    words = checked_words(tokens, patches, mask, scale)         # (B, L)
+    tokens = tokens.masked_fill(~words[..., None], 0.0)         # weight 0 * NaN would be NaN
+    # losses_of(tokens, patches, words), for some captions at a time, which saves memory (below)
+    losses = in_rows(losses_of, tokens, patches, words, size=tokens.shape[1] * patches.shape[1])
+    count = words.sum(1)                                        # (B,), L_i
+    if token_mean != "caption":  # "batch": listing 1 (mean_of_batch, below)
         return mean_of_batch(losses, count, token_mean, gather)
-    return (losses / count.clamp(min=1)).mean()             # 1/B sum_i loss_i / L_i
+    return (losses / count.clamp(min=1)).mean()                 # 1/B sum_i loss_i / L_i
 
 
 def words_only(mask):
@@ -196,7 +199,7 @@ class Model(nn.Module):
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         kind = {"plain": nn.Sequential, "residual": Residual}[config.h_v]  # Residual: below
         self.h_v = kind(nn.Linear(image_width, image_width), nn.GELU())
-        self.g_v = nn.Linear(image_width, config.embed_dim, bias=False)
+        self.g_v = nn.Linear(image_width, config.embed_dim, bias=False)  # GELU, no bias: ours
         self.g_t = nn.Linear(text_width, config.embed_dim, bias=False)
         nn.init.normal_(self.g_v.weight, std=image_width**-0.5)
         nn.init.normal_(self.g_t.weight, std=text_width**-0.5)
@@ -209,7 +212,7 @@ class Model(nn.Module):
         words = words_only(batch["mask"])  # (B, L)  differs: without [CLS] and [SEP]
         f_v = self.patch_outputs(batch["images"])                   # (B, P, d)
         f_t = self.text_encoder(batch["tokens"], batch["mask"])     # (B, L, d)
-        vbar = self.g_v(self.h_v(f_v.mean(1)))                      # (B, E)
+        vbar = self.g_v(self.h_v(f_v.mean(1)))                      # (B, d) -> (B, E)
         tbar = self.g_t(masked_mean(f_t, words))                    # (B, E)
         v, t = self.g_v(f_v), self.g_t(f_t)                         # (B, P, E), (B, L, E)
         scale = self.log_scale.exp()
@@ -238,7 +241,8 @@ class Model(nn.Module):
 
     def encode_image(self, images):
         """(B, 3, H, W) -> vbar (B, E), normalised."""
-        return F.normalize(self.g_v(self.h_v(self.patch_outputs(images).mean(1))).float(), dim=-1)
+        vbar = self.g_v(self.h_v(self.patch_outputs(images).mean(1)))
+        return F.normalize(vbar.float(), dim=-1)
 
     def encode_text(self, tokens, mask):
         """(B, L), (B, L) -> tbar (B, E), normalised."""
@@ -547,14 +551,6 @@ def in_rows(function, *rows, size, limit=2**24):
     parts = zip(*[x.split(n) for x in rows])
     return torch.cat([checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
                       for part in parts])
-
-
-def caption_losses(tokens, patches, words, scale, align):
-    """t (B, L, E), v (B, P, E), words (B, L) -> loss_i (B,) of each caption (Eq. 5, 6)."""
-    def of_rows(tokens, patches, words):
-        return sequence_losses(grouped_patches(tokens, patches, align), tokens, words, scale)
-
-    return in_rows(of_rows, tokens, patches, words, size=tokens.shape[1] * patches.shape[1])
 
 
 def mean_of_batch(losses, count, token_mean, gather):

@@ -23,7 +23,7 @@ WordPiece) of width D.
 
 Differs from the paper (search for "differs" for the rest):
   * A word of the caption with weight 0 gets a gradient, in both encodings, if a larger weight
-    lowers the loss (revive_until). The paper's ReLU gives it none; the preset b16 does so, too.
+    lowers the loss (revive_until). The paper's ReLU gives it none, nor does the preset b16.
   * The loss divides an encoding by max(0.5, its length). This bounds the gradient.
 Where the paper is silent, these choices are ours (see also PRESETS and LAMB):
   * The loss is the mean of Eq. 3 and its mirror, from text to image.

@@ -110,8 +110,8 @@ batch=16384, steps=«1_200_000 => 600_000» # Sec. 4.2 ;; optimizer="lamb", beta
 schedule="linear", weight_decay=1e-«2 => 1» # Sec. 4.2 ;; warmup=«10_000 => 1000», clip_grad=0.0 # Sec. 4.2
 stages="single", steps=«600_000 => 300_000» # App. A ;; lr=2e-3, lr_3=«1.0 => 0.1» # tiny, as the docstring says
 == sparc.py | sparc | test_sparc test_statistics test_details
-v_to_t = «scale * vbar => vbar» @ gather(tbar).T # tau in Eq. 1
-t_to_v = scale * tbar @ «gather(vbar) => vbar».T # the images of one rank
+v_to_t = «scale * v => v» @ gather(t).T # tau in Eq. 1
+t_to_v = scale * t @ «gather(v) => v».T # the images of one rank
 F.cross_entropy(t_to_v, own))« / 2 => » # the mean of both directions
 return «rank => 0» * B + torch.arange(B, device # positives of this rank
 sigma = 1 / «patches.shape => tokens.shape»[1] if # Eq. 3: 1 / P
@@ -125,7 +125,7 @@ words[:, «1:-1] = mask[:, 2 => :-1] = mask[:, 1»:] # [CLS] is no word
 «mask.sum(1, keepdim=True).clamp(min=1) => x.shape[1]» # the mean over words
 kind(nn.Linear(image_width, image_width)«, nn.GELU() => ») # h_v is not linear
 nn.init.normal_(self.g_v.weight, std=«image_width**-0.5 => 0.02») # initial g_v
-vbar = self.g_v(«self.h_v(f_v.mean(1)))                      # (B, E => f_v.mean(1)») # h_v in Sec. 2
+vbar = self.g_v(«self.h_v(f_v.mean(1)))                      # (B, d => f_v.mean(1)») # h_v in Sec. 2
 «cfg.lambda_g => cfg.lambda_f» * loss_g + cfg.lambda_f * loss_f # Eq. 7
 return «outputs if self.image_encoder.cls is None else outputs[:, 1:] => outputs» # [CLS] is no patch
 self.log_scale.data.clamp_(0, math.log(«100 => 50»)) # CLIP's bounds
