@@ -20,7 +20,7 @@ E numbers.
     B         sinkhorn, then B[:G]       (G, n, m)     Eq. 4; the targets; App. C calls them T
     tau       tau                        scalar        Eq. 1; temperature of A
     tau_B     tau_b                      scalar        Sec. 3.4; temperature of B; tau in Eq. 4
-    L_BAM     matching, bam_loss         (n,), scalar  Eq. 5; CE: cross-entropy
+    L_BAM     image_losses, bam_loss     (n,), scalar  Eq. 5; CE: cross-entropy
 
 The authors' code is https://github.com/DanielShalam/BAM at fd85871; (FILE:LINE) is a place in it.
 `python tests/parity.py bam PATH` trains both, without BatchNorm; losses differ by about 1e-15.
@@ -30,7 +30,7 @@ Differs from the paper, as the authors' code does (search for "differs" for the 
   * S leaves out similarities of views of one image (bam_loss.py:63, 115). --mask zero is Eq. 3.
   * Sinkhorn has three iterations (bam_loss.py:34), and each begins with columns (bam_loss.py:292).
   * The loss is a mean over pairs of views and over images (bam_loss.py:128); Eq. 5 is a sum.
-  * A run with a teacher is evaluated with the teacher (eval_linear.py:129, utils.py:106).
+  * The teacher, if there is one, is evaluated (eval_linear.py:129); the paper does not say which.
 Differs from the authors' code: BatchNorm in the projector has statistics of each view alone.
 Not here: see the comment at Settings.
 """
@@ -51,8 +51,9 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(kw_only=True)
 class Config:
-    tau: float = 0.1      # temperature of the attention, > 0 (Sec. 3.1)
-    tau_b: float = 0.05   # temperature of the targets, > 0. Below tau it sharpens them (3.4, F)
+    tau: float = 0.1      # temperature of the attention, > 0, at most 1 (Sec. 3.1)
+    # temperature of the targets, > 0, at most 1. Below tau it sharpens them (Sec. 3.4, App. F)
+    tau_b: float = 0.05
     sinkhorn_iters: int = 3  # Sinkhorn iterations of the targets, > 0 (authors' bam_loss.py:34)
     # similarities of views of one image. exclude: they are left out. zero: they are 0 (Eq. 3).
     # none: they are kept. self: 0 for a view with itself, others kept. Table 1's row without
@@ -60,7 +61,7 @@ class Config:
     mask: Literal["exclude", "zero", "self", "none"] = "exclude"
     teacher: bool = True  # compute targets by a teacher, a moving average of the network (App. C)
     ema: float = 0.995    # first momentum of the teacher, <= 1. The last is 1 (main_pretrain.py:99)
-    # representation of an image. cls: [CLS] (App. C). gap: the mean of all tokens (ResNet-50)
+    # representation of an image. cls: [CLS] (App. C). gap: the mean of all tokens, [CLS] too
     readout: Literal["cls", "gap"] = "cls"
     projector_width: int = 4096  # width of the projector's two hidden layers, > 0 (App. C)
     projector_dim: int = 4096  # width of the projector's output, the latents, > 0 (App. C)
@@ -84,8 +85,9 @@ def fp32(function):
 def all_ranks(x):
     """The default of every argument `gather`. It joins the rows x (R, ...) of all ranks to
     (world * R, ...), in the order of the ranks, with a gradient (Gather, below). Without a process
-    group, it returns x. On several GPUs, give each rank equally many rows, in DDP. To validate on
-    one rank alone, call the model, not DDP(model), with gather=lambda x: x (Ranks, below)."""
+    group, it returns x. On several GPUs: dist.init_process_group, DDP(model), and equally many rows
+    on each rank. To validate on one rank alone: model(batch, gather=lambda x: x), where model is
+    not in DDP (Ranks, below)."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
@@ -98,8 +100,7 @@ def attention(S, tau, log=False):
 
 
 # L_SA-matching = sum_{j != j'} sum_i CE(a_i^j, a_i^j'),  CE(a, a') = -<a, log a'>   (Eq. 2)
-# Eq. 2 is matching(A, log A). Eq. 5, whose targets are b_i^j, is matching(B, log A). matching_loss
-# (below) takes the mean over i.
+# Eq. 2 is matching(A, log A), Eq. 5 is matching(B, log A). bam_loss takes the mean over i.
 def matching(B, log_A):
     """Targets B (G, n, m), log A (k, n, m) -> the loss of each image (n,)."""
     G, k, loss = len(B), len(log_A), 0
@@ -111,11 +112,11 @@ def matching(B, log_A):
 
 
 # S(p, q)     = cos(z_p, z_q),  p and q: any two views; Eq. 3 calls them i and j     (Sec. 3.1)
-# S hat(p, q) = 0 if p and q show one image, p = q (mod n), else S(p, q)             (Eq. 3)
+# S hat(p, q) = 0 if p and q show one image (the paper: i = j mod n), else S(p, q)   (Eq. 3)
 @fp32
 def similarities(z, c, is_same, mask="exclude"):
-    """Rows z (k, n, E) and columns c (m, E) of length 1 -> S hat (k, n, m). is_same (k, n, m): a
-    row and a column show one image. mask="self" and "none" mark other pairs (same_image, below)."""
+    """Rows z (k, n, E) and columns c (m, E) of length 1 -> S hat (k, n, m). is_same (k, n, m): the
+    entries to mask: row and column show one image, or as `mask` says (same_image, below)."""
     S = z @ c.T                                                          # (k, n, m)
     # differs: exclude (header). -1e30 stands for -inf, because 0 * -inf in Eq. 5 would be NaN.
     return S.masked_fill(is_same, -1e30 if mask == "exclude" else 0.0)
@@ -127,17 +128,18 @@ def similarities(z, c, is_same, mask="exclude"):
 @torch.no_grad()
 def sinkhorn(S, tau, iters, *, gather=all_ranks):
     """S (..., rows, columns) of this rank, tau: tau_B -> B, without gradient. Rows sum to 1.
-    differs: columns end at about k / G, not 1 (bam_loss.py:289). Each pass makes columns 1, then
-    rows 1, and S, of all ranks, has k rows and G columns for each image. The paper's is square."""
+    differs: S of all ranks has k rows and G columns for each image (the paper's is square), so
+    columns sum to about k / G, not 1 (bam_loss.py:289)."""
     log_K = S / tau                                      # tau is tau_B
     for _ in range(iters):                               # differs: columns first
         sums = log_K.logsumexp(-2, keepdim=True)         # (1, m), log sums over this rank's rows
-        log_K -= gather(sums[None]).logsumexp(0)         # columns; [None]: a dimension for ranks
+        log_K -= gather(sums[None]).logsumexp(0)         # columns: (1, 1, m) -> (W, 1, m) -> (1, m)
         log_K -= log_K.logsumexp(-1, keepdim=True)       # rows
     return log_K.exp_()
 
 
 # L_BAM = sum_{j != j'} sum_i CE(b_i^j, a_i^j')                                      (Eq. 5)
+# image_losses has the part of each i. bam_loss is their mean (differs: not the sum).
 def image_losses(z, B, is_same, c, mask, tau):
     """Rows z (k, n, E), targets B (G, n, m) -> the loss of each image (n,), and log A (k, n, m)."""
     log_A = attention(similarities(z, c, is_same, mask), tau, log=True)      # (k, n, m)
@@ -160,7 +162,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
         S_hat = similarities(z_m, c, is_same, mask)                          # (k, n, m)
         B = sinkhorn(S_hat.flatten(0, 1), tau_b, iters, gather=gather)       # (k n, m)
     B = B.view(S_hat.shape)[:G]     # (G, n, m)  differs: small views balance, but are no targets
-    # The mean of image_losses, for some images at a time, which saves memory (below)
+    # loss = image_losses(z, B, is_same, c, mask, tau)[0].mean(), in less memory (below)
     loss, entropy_a, entropy_b = matching_loss(z, B, c, is_same, mask, tau)
     return (loss, entropy_a, entropy_b) if entropies else loss
 
@@ -196,7 +198,7 @@ class Model(nn.Module):
         """batch["views"]: list of k views (n, 3, s, s), two large first -> {"loss", scalars}."""
         z_m = None
         views = checked_views(batch["views"])
-        if self.teacher:  # before the student, whose activations stay in memory until backward
+        if self.teacher:  # first, as the student's activations would lie in memory meanwhile
             with torch.no_grad():
                 _, z_m = self.latents(self.teacher, views, gather)             # (k, n, E)
             z_m = z_m.flatten(0, 1)                                            # (k n, E)
@@ -231,7 +233,7 @@ class Model(nn.Module):
             students = list(self.student().parameters())
             torch._foreach_lerp_(list(self.teacher.parameters()), students, 1 - momentum)
 
-    def evaluation_encoder(self):  # differs: the teacher's, if there is one (eval_linear.py:129)
+    def evaluation_encoder(self):  # the teacher's, if there is one, as in eval_linear.py:129
         return self.teacher[0] if self.teacher else self.image_encoder
 
     def encode_image(self, images):  # (n, 3, s, s) -> h (n, d), normalised

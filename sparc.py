@@ -32,8 +32,8 @@ Differs from the paper (search for "differs" for the rest):
   * vbar and tbar follow Sec. 2. Listing 1's vbar has no h_v, its tbar includes the padding.
   * Evaluation crops the centre, but segmentation does not crop. Sec. 4.1 resizes the whole image to
     224 x 224, as the presets of the paper do in training.
-  * `tiny` has lambda_f 0.1 and the learning rate 2e-3. With 0.5, the paper's smallest lambda_f, or
-    with a lower rate, words do not find their objects. `tiny` has sigma 0.9 and a residual h_v.
+  * `tiny` has lambda_f 0.1, the learning rate 2e-3, sigma 0.9 and a residual h_v. With the paper's
+    smallest lambda_f, 0.5, or a lower rate, its words do not find their objects.
 Not here: see the comment at Settings.
 Run:     python train.py --method sparc       (--objective clip, filip, ...: the baselines)
          python train.py --method detector --finetune RUN       (Table 5, at the end of the file)
@@ -60,12 +60,13 @@ class Config:
     lambda_f: float = 1.0        # weight of the fine-grained loss L_f. D.4 tries 0.5 to 10
     # threshold sigma of the scaled similarities (Eq. 3), <= 1. None: 1 / P, P the number of patches
     sigma: float | None = None
-    init_scale: float = 1 / 0.07  # 1 / temperature at the start of training, > 0 (CLIP, Sec. 2.5)
+    init_scale: float = 1 / 0.07  # first 1 / tau, > 0, from 1 to 100 (CLIP, Sec. 2.5)
     # how a word weights patches: sparse (Eq. 2-4), dense (no threshold), or softmax (Table 8)
     align: Literal["sparse", "dense", "softmax"] = "sparse"
     # layer before the global image embedding. plain: h_v(x) (Sec. 2). residual: x + h_v(x)
     h_v: Literal["plain", "residual"] = "plain"
-    # which words L_f averages first. caption: those of a caption (Eq. 6). batch: all (listing 1)
+    # how L_f averages over words. caption: in each caption, then over captions (Eq. 6). batch: over
+    # all words (listing 1)
     token_mean: Literal["caption", "batch"] = "caption"
 
 
@@ -85,8 +86,9 @@ def fp32(function):
 def all_ranks(x):
     """The default of every argument `gather`. It joins the rows x (R, ...) of all ranks to
     (world * R, ...), in the order of the ranks, with a gradient (Gather, below). Without a process
-    group, it returns x. On several GPUs, give each rank equally many rows, in DDP. To validate on
-    one rank alone, call the model, not DDP(model), with gather=lambda x: x (Ranks, below)."""
+    group, it returns x. On several GPUs: dist.init_process_group, DDP(model), and equally many rows
+    on each rank. To validate on one rank alone: model(batch, gather=lambda x: x), where model is
+    not in DDP (Ranks, below)."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
@@ -106,11 +108,10 @@ def global_loss(v, t, scale, *, gather=all_ranks):
 
 
 # s_lp = t_l . v_p
-# shat_lp = (s_lp - min_r s_lr) / (max_r s_lr - min_r s_lr)                      (Eq. 2)
-# stil_lp = shat_lp if shat_lp >= sigma else 0                                   (Eq. 3)
-# a_lp = stil_lp / sum_{r=1..P} stil_lr                                          (Eq. 4)
-# The paper writes jk for lp in Eq. 3 and 4. Its R counts the patches with stil > 0; others add 0.
-# shat is s_hat below, stil is s_til.
+# s_hat_lp = (s_lp - min_r s_lr) / (max_r s_lr - min_r s_lr)                     (Eq. 2)
+# s_til_lp = s_hat_lp if s_hat_lp >= sigma else 0                                (Eq. 3)
+# a_lp = s_til_lp / sum_{r=1..P} s_til_lr                                        (Eq. 4)
+# The paper writes jk for lp in Eq. 3 and 4. Its R counts the patches with s_til > 0; others add 0.
 @fp32
 def alignment_weights(tokens, patches, threshold=None):
     """The weight that each token gives each patch; the weights of a token sum to 1.
@@ -158,13 +159,14 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
     """The fine-grained loss L_f (Eq. 6). Embeddings t_l (B, L, E) and v_p (B, P, E), not
     normalised -> scalar. mask (B, L): True on words: words_only(the mask of the token ids).
     scale: 1 / tau, from 1 to 100. align: see Eq. 5. Only token_mean="batch" uses gather."""
-    def losses_of(tokens, patches, words):
-        c = grouped_patches(tokens, patches, align)             # (B, L, E)
-        return sequence_losses(c, tokens, words, scale)         # (B,), loss_i
-
     words = checked_words(tokens, patches, mask, scale)         # (B, L)
     tokens = tokens.masked_fill(~words[..., None], 0.0)         # weight 0 * NaN would be NaN
-    # losses_of(tokens, patches, words), for some captions at a time, which saves memory (below)
+
+    def losses_of(t, v, words):
+        c = grouped_patches(t, v, align)                        # (B, L, E)
+        return sequence_losses(c, t, words, scale)              # (B,), loss_i
+
+    # = losses_of(tokens, patches, words), for some captions at a time, to save memory (below)
     losses = in_rows(losses_of, tokens, patches, words, size=tokens.shape[1] * patches.shape[1])
     count = words.sum(1)                                        # (B,), L_i
     if token_mean != "caption":  # "batch": listing 1 (mean_of_batch, below)
@@ -198,8 +200,9 @@ class Model(nn.Module):
         self.config = config
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         kind = {"plain": nn.Sequential, "residual": Residual}[config.h_v]  # Residual: below
+        # ours: h_v's GELU, and no bias in g_v and g_t
         self.h_v = kind(nn.Linear(image_width, image_width), nn.GELU())
-        self.g_v = nn.Linear(image_width, config.embed_dim, bias=False)  # GELU, no bias: ours
+        self.g_v = nn.Linear(image_width, config.embed_dim, bias=False)
         self.g_t = nn.Linear(text_width, config.embed_dim, bias=False)
         nn.init.normal_(self.g_v.weight, std=image_width**-0.5)
         nn.init.normal_(self.g_t.weight, std=text_width**-0.5)

@@ -19,17 +19,17 @@ V. Images and captions have their own n and d. Queries have width D.
     p_l       p                (B, L, d)          Sparo.forward; H, weighted by a_l
     y_l       y                (B, L, V)          Eq. 1; slots (slots_i of images, slots_t of texts)
     y^i, y^t  y_i, y_t         (B, M)             Sec. 3.3; slots, normalised and joined; M = L V
-    tau       1 / scale        scalar             Sec. 3.3; temperature of CLIP's loss, learned
+    tau       1 / scale        scalar             CLIP; temperature of its loss, learned
 
 The authors' code is https://github.com/ankitkv/sparo-clip at 6621a31, a fork of OpenCLIP; DINO's is
 https://github.com/facebookresearch/dino at 7c446df. (FILE:LINE) names a line of one of the two.
 `python tests/parity.py sparo PATH` trains this file and theirs; losses differ by about 1e-14.
 
 Differs from the paper (search for "differs" for the rest):
-  * W and K_l have biases, as in App. A's listing.
+  * W and K_l have biases: App. A's listing has them, Eq. 1 has not.
   * Captions are WordPiece tokens and end at [SEP]. The paper's tokens are CLIP's, which
     --vocab bpe_simple_vocab_16e6.txt.gz selects.
-  * Embeddings, positions, queries and FDT's codes do not decay; the authors' do (main.py:310).
+  * Embeddings, positions and queries have no weight decay; the authors' have (main.py:310).
   * Random crops vary for every photo. The authors' crop a photo of 3:2 or 16:9 always alike
     (transform.py:105; common.random_crop has the reason).
   * The image encoder is initialised as CLIP's text encoder is (transformer.py:703). The authors'
@@ -62,7 +62,7 @@ class Config:
     V: int = 64                    # width of a slot, > 0 (Sec. 4)
     D: int = 64                    # width of a slot's query and keys, > 0 (Sec. 3.2)
     grp_size: int = 1              # number of slots that share one key projection, > 0 (App. A)
-    init_scale: float = 1 / 0.07   # first 1 / temperature of CLIP's loss, > 0 (CLIP, Sec. 2.5)
+    init_scale: float = 1 / 0.07   # first 1 / tau, > 0, from 1 to 100 (CLIP, Sec. 2.5)
 
 
 # Below the core: in_fp32, Gather, own_columns, Keys, and what refuses wrong arguments (check_...,
@@ -81,8 +81,9 @@ def fp32(function):
 def all_ranks(x):
     """The default of every argument `gather`. It joins the rows x (R, ...) of all ranks to
     (world * R, ...), in the order of the ranks, with a gradient (Gather, below). Without a process
-    group, it returns x. On several GPUs, give each rank equally many rows, in DDP. To validate on
-    one rank alone, call the model, not DDP(model), with gather=lambda x: x (Ranks, below)."""
+    group, it returns x. On several GPUs: dist.init_process_group, DDP(model), and equally many rows
+    on each rank. To validate on one rank alone: model(batch, gather=lambda x: x), where model is
+    not in DDP (Ranks, below)."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
@@ -102,7 +103,8 @@ class Sparo(nn.Module):
         check_groups(L, grp_size)
         self.D, self.grp_size, self.nkeys = D, grp_size, L // grp_size
         self.q = nn.Parameter(torch.randn(1, self.nkeys, grp_size, 1, D))  # q_l; shape of App. A
-        self.KVproj = Keys(d, self.nkeys * D)  # K_l and b_l of all slots: an nn.Linear (below)
+        # K_l and b_l of all slots: an nn.Linear, which keys() only reads (Keys, below)
+        self.KVproj = Keys(d, self.nkeys * D)
         self.Wproj = nn.Linear(D, V)
         nn.init.xavier_uniform_(self.KVproj.weight)
         nn.init.zeros_(self.KVproj.bias)
@@ -121,7 +123,7 @@ class Sparo(nn.Module):
             scores = scores.masked_fill(padding[:, None], -torch.inf)
         attn = scores.softmax(-1)                                   # (B, L, n)  a_l
         p = attn @ H                                                # (B, L, d)  H^T a_l
-        # differs: K_l has a bias b_l, and W has one (App. A). b_l would add the number q_l . b_l to
+        # differs: K_l has a bias b_l, and W has one (App. A). b_l would add q_l . b_l / sqrt(D) to
         # all scores of a slot, which softmax ignores. a_l sums to 1, so values get b_l once.
         values = torch.einsum("bld,lDd->blD", p, K) + b             # (B, L, D)  K_l p_l + b_l
         y = self.Wproj(values)                                      # (B, L, V)  W values + its bias
@@ -134,7 +136,7 @@ class Sparo(nn.Module):
         return K.repeat_interleave(self.grp_size, 0), b.repeat_interleave(self.grp_size, 0)
 
 
-# y^i . y^t = mean_l sim(y^i_l, y^t_l)                                              (Eq. 2)
+# y^i . y^t = mean_l sim(y^i_l, y^t_l);  i: image, t: text (no indices)             (Eq. 2)
 # What runs: y^i = concat_l(y^i_l / |y^i_l|) / sqrt(L), y^t alike; y^i . y^t is then this mean.
 @fp32
 def normalize_slots(y):
@@ -144,7 +146,7 @@ def normalize_slots(y):
 
 
 # L_CLIP = -1/(2B) sum_j [ log softmax_j'(y^i_j . y^t_j' / tau) at j' = j
-#                        + log softmax_j'(y^t_j . y^i_j' / tau) at j' = j ]              (Sec. 3.3)
+#                        + log softmax_j'(y^t_j . y^i_j' / tau) at j' = j ]        (CLIP; Sec. 3.3)
 # j: a pair of this rank. j': a pair of any rank. i and t are no indices: image and text.
 # cross_entropy(logits, own) is -1/B sum_j log softmax(row j) at the row's own column.
 @fp32

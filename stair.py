@@ -23,8 +23,9 @@ WordPiece) of width D.
 
 Differs from the paper (search for "differs" for the rest):
   * A word of the caption with weight 0 gets a gradient, in both encodings, if a larger weight
-    lowers the loss (revive_until). The paper's ReLU gives it none, nor does the preset b16.
-  * The loss divides an encoding by max(0.5, its length). This bounds the gradient.
+    lowers the loss (revive_until). The paper's ReLU gives it none; b16 keeps to the paper.
+  * The loss divides an encoding by max(0.5, its length), which bounds the gradient. Search and
+    evaluation divide by the length.
 Where the paper is silent, these choices are ours (see also PRESETS and LAMB):
   * The loss is the mean of Eq. 3 and its mirror, from text to image.
   * Special tokens ([CLS], [SEP], ...) are never active.
@@ -53,7 +54,7 @@ class Config:
     ramp: float = 0.5             # fraction of a stage in which lambdas grow from 0, <= 1 (ours)
     # last stage in which words of a caption with weight 0 get a gradient (ours). 0: in no stage
     revive_until: int = 3
-    init_scale: float = 1 / 0.07  # first 1 / T of the contrastive loss, > 0 (Eq. 3; CLIP, 2.5)
+    init_scale: float = 1 / 0.07  # first 1 / T, > 0, from 1 to 100 (Eq. 3; CLIP, Sec. 2.5)
 
 
 # Below the core: in_fp32, Gather, own_columns, streamed, to_log, and what refuses wrong arguments
@@ -72,8 +73,9 @@ def fp32(function):
 def all_ranks(x):
     """The default of every argument `gather`. It joins the rows x (R, ...) of all ranks to
     (world * R, ...), in the order of the ranks, with a gradient (Gather, below). Without a process
-    group, it returns x. On several GPUs, give each rank equally many rows, in DDP. To validate on
-    one rank alone, call the model, not DDP(model), with gather=lambda x: x (Ranks, below)."""
+    group, it returns x. On several GPUs: dist.init_process_group, DDP(model), and equally many rows
+    on each rank. To validate on one rank alone: model(batch, gather=lambda x: x), where model is
+    not in DDP (Ranks, below)."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
@@ -98,7 +100,8 @@ def contrastive_loss(v, t, scale, *, gather=all_ranks):
 # enc = log(1 + relu(max_j p(h_j)))                                                  (Eq. 5)
 def encode(transform_h, e, b, mask=None):
     """transform_h: transform(h) (B, n, D), e (|V|, D), b (|V|,) -> enc (B, |V|). mask (B, n) is
-    False at padding. The head calls `streamed` (below), which is this function in less memory."""
+    False at padding. This is the definition. Training runs `streamed` (below): the same enc in less
+    memory."""
     p = transform_h @ e.T + b                                            # (B, n, |V|)
     if mask is not None:
         p = p.masked_fill(~mask[:, :, None], -math.inf)
@@ -128,8 +131,7 @@ class TokenProjectionHead(nn.Module):
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)  # special tokens are never active
         transform_h = self.transform(h)                                  # (B, n, D)
-        # Eq. 4 and 5, as encode(transform_h, e, b, mask). differs: revived changes the gradient.
-        # self.training matters to torch.export alone.
+        # = encode(transform_h, e, b, mask). differs: revived words also get a gradient (header)
         return streamed(transform_h, e, b, mask, revived, self.training)
 
 
@@ -164,12 +166,12 @@ class Model(nn.Module):
         embedding, special = text_encoder.embedding, text_encoder.special
         self.image_head = TokenProjectionHead(image_width, embedding, special)
         self.text_head = TokenProjectionHead(text_width, embedding, special)
-        del self.image_head.embedding, self.text_head.embedding  # e has one name: forward gets it
+        del self.image_head.embedding, self.text_head.embedding  # e is saved once; forward gets it
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
         self.register_buffer("image_embedding", embedding.weight.detach().clone())  # see image_e
         self.register_buffer("strength", torch.tensor(0.0))  # factor of both lambdas, 0 to 1
-        # The stage, twice: a buffer for checkpoints, and an int, because an `if` on a buffer would
-        # wait for the GPU. begin_stage sets both.
+        # The stage, twice. Encodings read the buffer, so that a loaded checkpoint encodes as it
+        # did. What decides on gradients reads the int: an `if` on a buffer would wait for the GPU.
         self.register_buffer("stage", torch.tensor(1))
         self.number = 1
 
@@ -209,12 +211,13 @@ class Model(nn.Module):
     def image_e(self):
         """The image head's e: in stage 2 the copy from the end of stage 1, else the shared e."""
         e = self.text_encoder.embedding.weight
-        e = e.detach() if self.number == 2 else e  # not read in stage 2, so without a gradient
+        e = e.detach() if self.number == 2 else e  # the copy is read: the shared e gets no gradient
         return torch.where(self.stage == 2, self.image_embedding, e)
 
     def begin_stage(self, number, fresh):
-        """Enter stage 1, 2 or 3 (Sec. 3). fresh: True if the stage begins, False if a checkpoint of
-        this stage was loaded."""
+        """Enter stage 1, 2 or 3 (Sec. 3). Then make a new optimizer and, on several GPUs, a new
+        DDP, because stage 2 freezes parameters. fresh: True if the stage begins, False if a
+        checkpoint of this stage was loaded."""
         check_stage(number)
         self.number = number
         self.stage.fill_(number)
