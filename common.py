@@ -2936,7 +2936,7 @@ def revision():
 
 
 # remedy for a run that has lost its config.json or vocab.txt
-SAME_FILE = "If a run has lost this file, give its first command another --out and copy the new file"
+SAME_FILE = "If a run has lost this file, give its first command another --out and copy that file"
 
 
 def checkpoints(run):
