@@ -1766,7 +1766,7 @@ def weights_on_objects(task, embedder, data, words_of):
 
 
 def alignment(embedder, data, options):
-    """Weight of a word on the objects that it names, divided by its weight on all (SPARC)."""
+    """Weight of a word on the objects that it names / its weight on all objects (SPARC)."""
     return weights_on_objects("alignment", embedder, data, maps_of_words)
 
 
@@ -1983,7 +1983,7 @@ def learned_classes(options, data, model):
             names = data.classes.names
     elif options.classes:
         names = common.read_lines(options.classes, "--classes")
-    elif ".tar" in model.config.data or known == [str(i) for i in range(len(known))]:
+    elif model.config.data.lower().endswith(".tar") or known == [str(i) for i in range(len(known))]:
         names = known
     if data.source is not None and not data.groups:
         data.source.classes = names
@@ -2509,8 +2509,8 @@ def noted(failed, who="", is_shared=False):
 
 def print_notes(embedder, data):
     """Print facts on which the metrics depend: names of classes, and captions that are cut."""
-    classes = vars(data).get("classes")  # None before a task needs the names of class folders
-    if classes and embedder.tokenizer:
+    # without "classes" no task has needed the names of class folders
+    if (classes := vars(data).get("classes")) and embedder.tokenizer:
         print(f"Class names: {classes.source}. First of {len(classes.templates)} prompts: "
               f"{classes.prompts[0]!r}")
     print_unseen(embedder.counted, embedder.context)

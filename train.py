@@ -126,8 +126,8 @@ class Config:
     image_root: str | None = None
     # SPEC of the data on which the run is evaluated at the end. Without --eval-data the run is
     # evaluated on the test split of --data. If --data has no splits, the training images are the
-    # test images. Only --eval-data can evaluate BAM and DINO that train on files, and other methods
-    # that train on shards (.tar). A classifier is evaluated on its own shards
+    # test images. A run of BAM or DINO on files, and a run of another method on shards (.tar), are
+    # evaluated only with --eval-data. A classifier is evaluated on its own shards
     eval_data: str | None = None
     # vocabulary file: vocab.txt of BERT, or bpe_simple_vocab_16e6.txt.gz of CLIP. Without --vocab a
     # new vocabulary is trained on the captions of --data
@@ -777,7 +777,7 @@ def opens_early(args, model):
     """Whether the data to evaluate on are opened before the training, so that an error is found
     early. A table of training data is opened for the evaluation only after the training, because
     the table would be in memory twice. Shards take no memory."""
-    given = args.eval_data or args.eval_every or ".tar" in args.data
+    given = args.eval_data or args.eval_every or args.data.lower().endswith(".tar")
     return bool(given or by_knn(model)) and not args.bench
 
 
@@ -1196,9 +1196,9 @@ class Progress:
         saved = len(state["ranks"]), *map(state.get, ("workers", "data", "part", "seed"))
         if saved != (world_size, workers, self.data, common.Stream.part, self.seed):
             self.order += self.step
-            return print("note: the data, --seed, the number of ranks or of workers changed "
-                              "since the run was saved, or an older version read the data "
-                              "otherwise: the data begin again, in another order")
+            return print("note: the data, --seed, the number of ranks or of workers changed since "
+                         "the run was saved, or an older version read the data otherwise: the "
+                         "data begin again, in another order")
         local = state["ranks"][rank]
         self.positions = local["positions"]
         torch.set_rng_state(local["rng"].cpu())
@@ -1311,8 +1311,8 @@ def end_early(args, step, number, stop):
         error = next(filter(None, common.gather_objects(stop.error)))
         raise UserError(f"{error} Step {step} is saved: start the same command again with --resume "
                         f"--out {shlex.quote(args.out)}.")
-    print(f"Stopped by signal after step {step}: start the same command again with --resume "
-               f"--out {shlex.quote(args.out)}")
+    print(f"Stopped by signal after step {step}: start the same command again with --resume --out "
+          f"{shlex.quote(args.out)}")
     return number
 
 
@@ -1345,7 +1345,8 @@ class Clock:
     def rates(self, batch_size):
         total = self.seconds(self.start, self.now())
         waited = sum(self.seconds(*wait) for wait in self.waits)
-        process_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes in the unit of ru_maxrss
+        process_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return {"images_per_s": len(self.waits) * batch_size / total, "data_share": waited / total,
                 "peak_memory_bytes": torch.cuda.max_memory_allocated() or process_memory}
 
@@ -1517,7 +1518,6 @@ def dry_run(args, method, model):
         batches = [made_up_batch(args, method, model, n) for n in (2, 4)]
         kept = [kept_bytes(model, batch) for batch in batches]
     chance_loss = model.chance_loss(args.batch, batches[0].get("mask"), model.image_encoder.grid**2)
-    params = sum(p.numel() for p in model.parameters())
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
     # a backward pass costs two forward passes; a teacher has none
     hours = args.batch * args.steps * 3 * in_batch / H100 / 3600
@@ -1525,9 +1525,10 @@ def dry_run(args, method, model):
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     of_rank = args.batch // args.dry_run
     memory = checkpoint_size(args, model) + gradients + (kept[1] - kept[0]) / 2 * of_rank
-    record = {"params": params, **words, "flops_per_sample": int(of_one),
-              "flops_per_sample_in_batch": round(in_batch), "h100_hours": round(hours, 2),
-              "gpu_gib": round(memory / 2**30, 4), "chance_loss": chance_loss}
+    record = {"params": sum(p.numel() for p in model.parameters()), **words,
+              "flops_per_sample": int(of_one), "flops_per_sample_in_batch": round(in_batch),
+              "h100_hours": round(hours, 2), "gpu_gib": round(memory / 2**30, 4),
+              "chance_loss": chance_loss}
     for name, value in record.items():
         print(f"{name:27}{value:,.12g}")
     print(json.dumps(common.without_nan(record)))
@@ -1574,9 +1575,9 @@ def bench(args, clock, step):
     if step < BENCH_WARMUP + args.bench:
         return False
     rates = clock.rates(args.batch)
-    print(f"{rates['images_per_s']:.1f} images per second; {rates['data_share']:.0%} of the "
-               f"time waits for data; peak memory {rates['peak_memory_bytes'] / 2**30:.2f} GiB\n"
-               f"{json.dumps(rates)}")
+    print(f"{rates['images_per_s']:.1f} images per second; {rates['data_share']:.0%} of the time "
+          f"waits for data; peak memory {rates['peak_memory_bytes'] / 2**30:.2f} GiB\n"
+          f"{json.dumps(rates)}")
     return True
 
 
