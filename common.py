@@ -2464,8 +2464,7 @@ def label_rows(names, labels, fraction):
     class keeps at least one image. Every call keeps the same images. The file lists image names,
     one per line. BAM uses such lists of SimCLR, with 1 % and 10 % of ImageNet (Table 4).
 
-    Raises UserError if a line of the file does not name exactly one image, or if a class keeps no
-    image.
+    Raises UserError if a line of the file does not name exactly one image.
     """
     if re.fullmatch(r"-?\d*\.?\d+(e-?\d+)?", fraction):
         share, rows, labels = float(fraction), [], np.asarray(labels)
@@ -2485,9 +2484,6 @@ def label_rows(names, labels, fraction):
                         f"{missing} of them are missing from the training data, which have "
                         f"{len(rows)} images with these names: each name must be the name of one "
                         "image.")
-    if lacking := set(np.asarray(labels).tolist()) - {int(labels[i]) for i in rows}:
-        raise UserError(f"--label-fraction {fraction} lists no image of {len(lacking)} classes, "
-                        f"for example of class {min(lacking)}: list an image of each class.")
     return rows
 
 
@@ -2759,16 +2755,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **more):
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS,
                          formatter_class=HelpFormatter, **more)
-
-    def parse_known_args(self, args=None, namespace=None):
-        """Expand ~ and $NAME at the start of a path, then parse. A shell does not expand them
-        inside quotes, which a pattern of .tar files needs, or in --flag=VALUE. --local-rank, which
-        torch.distributed.launch adds, is dropped, because LOCAL_RANK has the same value."""
-        start = re.compile(r"(^|=|::)(~|\$\w+)(?=/|$)")
-        expanded = lambda found: found[1] + os.path.expandvars(os.path.expanduser(found[2]))
-        args = [start.sub(expanded, arg) for arg in (sys.argv[1:] if args is None else args)
-                if not arg.startswith("--local-rank=")]
-        return super().parse_known_args(args, namespace)
 
     def error(self, message):
         """Raise UserError, which one rank of each machine prints."""
