@@ -2093,27 +2093,37 @@ BROKEN_ROW = "broken row (perhaps a comma outside quotes)"
 def read_header(file):
     """The first line of an open CSV or TSV file -> its delimiter and the names of its columns."""
     first = file.readline()
-    delimiter = "\t" if "\t" in first else ","
+    # Excel writes semicolons in many languages
+    delimiter = "\t" if "\t" in first else max(",;", key=first.count)
     return delimiter, next(csv.reader([first], delimiter=delimiter), [])
+
+
+def find_columns(path, columns, image, caption):
+    """The columns of a table -> the names of the two columns with the images and the captions.
+
+    image, caption: these names, if they are given. With "" the columns are filepath and title, as
+    in OpenCLIP, or image and caption, as in Flickr. Raises UserError if a column is missing.
+    """
+    image = image or ("filepath" if "filepath" in columns else "image")
+    caption = caption or ("title" if "title" in columns else "caption")
+    if not {image, caption} <= {*columns}:
+        raise UserError(f"{path} has the columns {columns}, not {image} and {caption}: let its "
+                        "first row name the columns, such as filepath,title, or give "
+                        f"{path}:image=COLUMN,caption=COLUMN.")
+    return image, caption
 
 
 def read_table(path, image, caption):
     """Yield a Sample or left_out for each row of a CSV or TSV file with a header. A column `split`
     holds the splits of the rows. A cell in quotes may have line breaks, as pandas writes them.
 
-    image, caption: the names of the two columns. With "" the columns are filepath and title, as in
-    OpenCLIP, or image and caption, as in Flickr. Raises UserError if a column is missing. Also
-    raises UserError if an open quote joins rows. Such a quote never ends, or its cell has a line
-    with as many fields as the header, one of them with the ending of an image.
+    image, caption: see find_columns. Raises UserError if an open quote joins rows. Such a quote
+    never ends, or its cell has a line with as many fields as the header, one of them with the
+    ending of an image.
     """
     with open(path, newline="", encoding="utf-8-sig") as file:
         delimiter, columns = read_header(file)
-        image = image or ("filepath" if "filepath" in columns else "image")
-        caption = caption or ("title" if "title" in columns else "caption")
-        remedy = (": let its first line name the columns, such as filepath,title, with commas or "
-                  f"tabs between them, or give {path}:image=COLUMN,caption=COLUMN")
-        with explained(ValueError, f"{path} has the columns {columns}", remedy):
-            i, j = columns.index(image), columns.index(caption)
+        i, j = map(columns.index, find_columns(path, columns, image, caption))
         k = columns.index("split") if "split" in columns else None
         seen = []  # the lines of a row
         rows = csv.reader((seen.append(line) or line for line in file), delimiter=delimiter)
@@ -2143,13 +2153,26 @@ def read_token_file(path):
             yield name.rpartition("#")[0] or name, caption
 
 
-def read_json(path):
-    """Yield a row or left_out for each caption of a JSON file of COCO or of Karpathy. Karpathy's
-    rows have splits. Raises UserError for another file."""
+def read_json(path, image, caption):
+    """Yield a row or left_out for each caption of a JSON file of COCO or of Karpathy, or for each
+    row of a list such as [{"image": "a.jpg", "caption": "a dog"}]. Karpathy's rows have splits.
+    A .jsonl file has a row of such a list on each line. The first row names the columns, see
+    find_columns. Raises UserError for another file."""
     text = Path(path).read_text(encoding="utf-8-sig")
-    with explained((ValueError, KeyError, TypeError, AttributeError),
-                   f"{path} is neither COCO captions nor Karpathy's JSON"):
-        data = json.loads(text)
+    with explained((ValueError, KeyError, TypeError, AttributeError, IndexError),
+                   f"{path} is neither COCO captions, Karpathy's JSON nor a list of rows"):
+        if path.lower().endswith(".jsonl"):
+            data = [json.loads(line) for line in text.split("\n") if line.strip()]
+        else:
+            data = json.loads(text)
+        if isinstance(data, list):
+            image, caption = find_columns(path, [*data[0]], image, caption)
+            for number, row in enumerate(data, 1):
+                if row.get(image):
+                    yield Sample(str(row[image]), row.get(caption), split=row.get("split", ""))
+                else:
+                    yield left_out(BROKEN_ROW, f"{path}, row {number}")
+            return
         if "annotations" in data:  # COCO
             images = by_id(path, "images", data["images"])
             for annotation in data["annotations"]:
@@ -2198,8 +2221,8 @@ def formats(on_ranks=False, image_size=48):
                "FILE.csv, .tsv or .txt[:image=COLUMN,caption=COLUMN,split=NAME]"),
         Format([".tar"], lambda name, *_: TarShards(name, on_ranks), {},
                "'DIR/{00000..00012}.tar' or 'DIR/*.tar', several of them joined by '::'"),
-        Format([".json"], functools.partial(open_table, read_json), {},
-               "FILE.json of COCO or Karpathy[:split=NAME]"),
+        Format([".json", ".jsonl"], functools.partial(open_table, read_json), columns,
+               "FILE.json of COCO or Karpathy[:split=NAME], FILE.json or .jsonl of rows"),
         Format([".token"], functools.partial(open_table, read_token_file), {},
                "FILE.token of Flickr"),
         Format(["/"], open_directory, {},
@@ -2208,7 +2231,7 @@ def formats(on_ranks=False, image_size=48):
 
 def file_holds(name, field):
     """Whether a JSON file has a field of this name."""
-    is_json = name.lower().endswith(".json") and look_at(name) == "file"
+    is_json = name.lower().endswith((".json", ".jsonl")) and look_at(name) == "file"
     return is_json and b'"%s"' % field.encode() in Path(name).read_bytes()
 
 

@@ -3,7 +3,7 @@
     python tests/claims.py                 # writes tests/RESULTS.md, the tables of all claims
     python tests/claims.py NAME            # prints one group of claims
     python tests/claims.py NAME --again    # prints the commands for all figures that are missing
-    python tests/claims.py NAME --costs    # measures what the trainings of the group's table cost
+    python tests/claims.py NAME --costs    # measures what the trainings of the group cost
 
 NAME is a group of claims-runs.json: `readme` has the claims that README quotes, `sparo`, `stair`,
 `sparc` and `bam` have more claims of one paper each, `detection` fine-tunes runs of `readme`.
@@ -19,6 +19,8 @@ Columns of the table
     claim: A above B     The claim. "..." stands for the beginning of the row above.
     source               The table, figure or section of the paper.
     in the paper         The paper's values of A and B.
+    TFLOPs               What a training of A and of B costs, forward and backward, by torch's
+                         counter. Each stage of STAIR counts as much as the first.
     here                 Means ± standard deviations of A and B over the seeds, on the test split.
     untrained            The same metric of A's network before training: the zero of the row.
     difference by seed   A - B for each seed.
@@ -306,20 +308,32 @@ def lines_side_by_side(method, figure):
 
 
 def measure_costs(method):
-    """Measure COSTS of a training of each run in the group's table, and store them in claims.json.
+    """Measure what a training of each run costs, and store it in claims.json. For a group with a
+    table these are COSTS, for other groups the FLOPs of the runs in its claims. A run that
+    fine-tunes another is left out.
 
     The FLOPs are those of the forward and the backward pass, by torch's counter, as a mean over
     the first updates. The minutes are those of all updates, without the evaluation.
     """
-    found = []
-    for name in TABLES[method]["table"]["rows"].values():
+    found, table = [], TABLES[method].get("table")
+    of_claims = [name for claim in TABLES[method]["claims"] for name in claim["runs"].split()]
+    names = table["rows"].values() if table else [trained(method, name)[0] for name in of_claims]
+    for name in dict.fromkeys(names):
         flags = TABLES[method]["runs"][name]["flags"].split()
+        if "--finetune" in flags:
+            continue
         args, cost = train.parse_args(flags), {}
-        cost["parameters"] = last_line(flags, "--dry-run")["params"] / 1e6
+        if args.epochs:
+            images = len(common.open_data(args.data, content=None))
+            args.steps = math.ceil(args.epochs * images / args.batch)
+        if table:
+            cost["parameters"] = last_line(flags, "--dry-run")["params"] / 1e6
         if args.steps > 1:  # else the network stays untrained
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 last_line(flags, "--bench", "1")
             cost["flops"] = counter.get_total_flops() / (train.BENCH_WARMUP + 1) / 1e12
+            cost["training"] = args.steps * cost["flops"]
+        if table and args.steps > 1:
             images_per_s = last_line(flags, "--bench", "20")["images_per_s"]
             cost["minutes"] = args.steps * args.batch / images_per_s / 60
         found += [{"method": method, "run": name, "metric": metric, "value": value,
@@ -335,9 +349,16 @@ def last_line(flags, *more):
     return json.loads(printed.getvalue().splitlines()[-1])
 
 
-HEADER = ("claim: A above B", "source", "in the paper", "here", "untrained", "difference by seed",
-          "95 % interval", "verdict")
+HEADER = ("claim: A above B", "source", "in the paper", "TFLOPs", "here", "untrained",
+          "difference by seed", "95 % interval", "verdict")
 HEADINGS = "What the paper claims", "What we asked in addition"
+
+
+def tflops(method, claim, figure):
+    """The TFLOPs of a training of A and of B, "12, 34", or "" if one was not measured."""
+    names = [trained(method, name)[0] for name in claim["runs"].split()]
+    costs = [figure(name, "", "", "", "training") for name in names]
+    return "" if None in costs else ", ".join(f"{cost:.3g}" for cost in costs)
 
 
 def lines_of(method):
@@ -355,7 +376,8 @@ def lines_of(method):
             lines += [f"**{heading}**", "", f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|"]
         for claim in claims:
             row = cells(compare(method, claim, figure), claim.get("why_not"))
-            row = claim["claim"], claim["source"], claim["paper"], *row
+            cost = tflops(method, claim, figure)
+            row = claim["claim"], claim["source"], claim["paper"], cost, *row
             lines.append(f"| {' | '.join(row)} |")
         lines += [""] if claims else []
     chosen = []

@@ -93,7 +93,7 @@ def test_again_chooses_rates_then_trains_seeds_then_fills_the_table(printed, tmp
     assert [line.split(" | ")[0] for line in table] == [
         "| claim: A above B", "| A is above B", "| Tuned",  # the paper's claims
         "| claim: A above B", "| A's slots are", "| Its probe"]  # those without a paper's figure
-    assert table[1].endswith(" | 2, 1 |  |  |  |  | not run yet |") and "* a note" in printed()
+    assert table[1].endswith(" | 2, 1 |  |  |  |  |  | not run yet |") and "* a note" in printed()
 
     for run, rate in swept:  # on the test split, or with other options, another rate is best
         write(tmp_path, run, rate, 0, {"zeroshot": 1 - rate})
@@ -129,15 +129,17 @@ def test_again_chooses_rates_then_trains_seeds_then_fills_the_table(printed, tmp
         write(tmp_path, "tuned", 0.001, seed, {"classification": 0.75})
     assert printed("--again") == []
     shutil.rmtree(tmp_path / "runs")  # the figures are kept
+    claims.add_records({"method": "sparc", "run": run, "metric": "training", "value": value}
+                       for run, value in (("a", 12.34), ("b", 0.5)))
     table = [line for line in printed() if line.startswith("| ")]
     assert [line.split(" | ", 3)[3] for line in table if "claim:" not in line] == [
-        "0.900 ± 0.100, 0.400 ± 0.000 |  | +0.400 +0.500 +0.600 | +0.252 to +0.748 | "
+        "12.3, 0.5 | 0.900 ± 0.100, 0.400 ± 0.000 |  | +0.400 +0.500 +0.600 | +0.252 to +0.748 | "
         "not decided (n = 3): noise |",
-        "0.750 ± 0.000, 0.500 ± 0.000 |  | +0.250 +0.250 | +0.250 to +0.250 | "
+        " | 0.750 ± 0.000, 0.500 ± 0.000 |  | +0.250 +0.250 | +0.250 to +0.250 | "
         "not decided (n = 2): noise |",
-        "0.200 ± 0.000, 0.400 ± 0.100 | 0.240 ± 0.010 | -0.100 -0.200 -0.300 | -0.448 to +0.048 | "
-        "A did not train: noise |",
-        "0.550 ± 0.212, 0.500 ± 0.000 |  | -0.100 +0.200 | -1.856 to +1.956 | "
+        "12.3, 0.5 | 0.200 ± 0.000, 0.400 ± 0.100 | 0.240 ± 0.010 | -0.100 -0.200 -0.300 | "
+        "-0.448 to +0.048 | A did not train: noise |",
+        "12.3, 12.3 | 0.550 ± 0.212, 0.500 ± 0.000 |  | -0.100 +0.200 | -1.856 to +1.956 | "
         "not decided (n = 2): noise |"]
     kept = json.loads(claims.RECORDS.read_text("utf-8"))
     assert {

@@ -109,6 +109,13 @@ def captions_of_samples(source, n, seed=0, part=0, parts=1, start=0):
     # the open quote of the last cell shows only by the end of the line
     ("a.csv", 'image,caption\n5".jpg,"two\nlines"\ny.jpg,one\n',
      {'5".jpg': ["two\nlines"], "y.jpg": ["one"]}),
+    ("a.csv", 'image;caption\nx.jpg;one, two\n', {"x.jpg": ["one, two"]}),  # of Excel
+    ("a.json", '[{"image": "x.jpg", "caption": ["a", "b"]}, {"image": "x.jpg", "caption": "c"}]',
+     {"x.jpg": ["a", "b", "c"]}),
+    ("a.jsonl", '{"title": "a", "filepath": "x.jpg"}\n\n{"filepath": "y.jpg", "title": "b\u2028"}\n',
+     {"x.jpg": ["a"], "y.jpg": ["b"]}),
+    ("a.jsonl:image=file", '{"file": "x.jpg", "caption": "a", "split": "train"}\n'
+     '{"file": "y.jpg", "caption": "b", "split": "val"}', {"x.jpg": ["a"]}),
     ("a.token", '\ufeffx.jpg#0\tA dog .\r\nx.jpg#1\tone\u2028two\r\n\r\ny#1.jpg#0\tB\n',
      {"x.jpg": ["A dog .", "one\u2028two"], "y#1.jpg": ["B"]}),
 ])

@@ -45,7 +45,7 @@ FILES = {
     "voc/JPEGImages/a.jpg": picture(), "voc/SegmentationClass/a.png": MAP,
     "voc/ImageSets/Segmentation/val.txt": "a\n", "winoground/examples.jsonl": '{"image_0": "x"}'}
 COCO = '{"images": [{"id": 1, "file_name": "a"}], "annotations": [{"image_id": 1, "bbox": []}]}'
-NO_CAPTIONS = "neither COCO captions nor Karpathy's JSON"
+NO_CAPTIONS = "neither COCO captions, Karpathy's JSON nor a list of rows"
 NUMBER = "folder n00000001 has a number of ImageNet"
 VOC, SET = "eval runs/sparc --task segmentation --data voc", "eval runs/sparc --data colours"
 PROMPT = "'{}' needs one placeholder: write .* or give a file with one template a line"
@@ -156,10 +156,11 @@ ERRORS = [
      {"a.tar": {"0.txt": "no image"}}),
 
     # Tables
-    ("sparc --data a.csv", r"the columns \['url', 'caption'\]: 'image' is .*a.csv:image=COLUMN",
+    ("sparc --data a.csv", r"the columns \['url', 'caption'\], not image and .*a.csv:image=COLUMN",
      "url,caption\nx,y\n"),
-    ("sparc --data a.csv", r"\['a;b'\]: 'image' is not in list: let its first line .*commas or tabs", "a;b\nx;y\n"),
-    ("sparc --data a.csv", r"\['filepath', 'title\\n'\]: 'caption' is not in list",
+    ("sparc --data a.json", r"a.json has the columns \['image'\], not image and caption",
+     '[{"image": "a"}]'),
+    ("sparc --data a.csv", r"\['filepath', 'title\\n'\], not filepath and caption",
      'filepath,"title\nx.jpg,one\n'),
     ("sparc --data a.csv", "left out: 1 x empty caption, the last ", "filepath,title\nx.jpg,\n"),
     ("sparc --data a.csv", "^Cannot read a.csv: 'utf-8' codec can't decode",
