@@ -61,8 +61,6 @@ class Config:
     L: int = 128                   # number of slots, > 0. Most presets have 64 (Sec. 4)
     V: int = 64                    # width of a slot, > 0 (Sec. 4)
     D: int = 64                    # width of a slot's query and keys, > 0 (Sec. 3.2)
-    grp_size: int = 1              # number of slots that share one key projection, > 0 (App. A)
-    init_scale: float = 1 / 0.07   # first 1 / tau, > 0, from 1 to 100 (CLIP, Sec. 2.5)
 
 
 # Below the core: in_fp32, Gather, own_columns, Keys, and what refuses wrong arguments (check_...,
@@ -176,11 +174,11 @@ class Model(nn.Module):
         self.config = config
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         self.image_readout, self.text_readout = self.readouts(image_width, text_width)
-        self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
+        self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))  # CLIP, Sec. 2.5
 
     def readouts(self, *widths):
         cfg = self.config
-        return [Sparo(d, cfg.L, cfg.V, cfg.D, cfg.grp_size) for d in widths]
+        return [Sparo(d, cfg.L, cfg.V, cfg.D) for d in widths]
 
     def forward(self, batch, gather=all_ranks):
         """batch: images (B, 3, size, size), tokens (B, n), mask (B, n), True at tokens, False at
@@ -425,9 +423,6 @@ class Settings(Config):
     out_dim: int = 65536           # DINO: number K of outputs of the head, > 0 (App. C.2)
     head_width: int = 2048         # DINO: width of the head's hidden layers, > 0 (App. C.2)
     head_bottleneck: int = 256     # DINO: width of the inputs of the head's last layer, > 0 (C.2)
-    student_temp: float = 0.1      # DINO: temperature tau_s of the student's outputs, > 0 (C.2)
-    teacher_temp: float = 0.04     # DINO: temperature tau_t of the teacher's outputs, > 0 (C.2)
-    center_momentum: float = 0.9   # DINO: momentum of the center c of the outputs, <= 1 (App. C.2)
     ema: float = 0.996             # DINO: first momentum of the teacher, <= 1. The last is 1 (C.2)
     freeze_last: int = 0           # DINO: steps before the head's last layer trains (App. C.2)
     local_crops: int = 8           # DINO: number of small views. There are two large views (C.2)
@@ -696,7 +691,7 @@ def sparsemax(z):
 # P_s = softmax(g_s / tau_s),  P_t = softmax((g_t - c) / tau_t)
 # mean over large views x and views x' != x of - P_t(x) . log P_s(x')          (DINO, Eq. 3)
 @fp32
-def dino_loss(student, teacher, center, student_temp, teacher_temp):
+def dino_loss(student, teacher, center, student_temp=0.1, teacher_temp=0.04):
     """DINO's loss, a scalar, and P_t (G, B, K).
 
     student: logits g_s (V, B, K) of V views, of which the G large ones come first. teacher: logits
@@ -759,7 +754,7 @@ class Dino(nn.Module):
         self.config, self.image_encoder = config, image_encoder
         if config.readout == "sparo":
             M = config.L * config.V
-            self.readout = Sparo(image_width, config.L, config.V, config.D, config.grp_size)
+            self.readout = Sparo(image_width, config.L, config.V, config.D)
         else:
             M = image_width
             if config.readout == "cls":
@@ -797,7 +792,7 @@ class Dino(nn.Module):
         After a collapse the outputs no longer depend on the image. Both entropies are then near
         log K, or both are near 0.
         """
-        config, views = self.config, batch["views"]
+        views = batch["views"]
         shapes = [tuple(view.shape) for view in views]
         if len({shape[0] for shape in shapes}) != 1 or shapes[0][-1] < shapes[-1][-1]:
             raise ValueError(f"views needs tensors (B, 3, s, s) with one number B of images; large "
@@ -805,11 +800,10 @@ class Dino(nn.Module):
         with torch.no_grad():
             teacher = self.logits(self.teacher, views[:2])         # (2, B, K)
         student = self.logits(self.student(), views)               # (V, B, K)
-        loss, p_t = dino_loss(student, teacher, self.center, config.student_temp,
-                              config.teacher_temp)
+        loss, p_t = dino_loss(student, teacher, self.center)
         if self.training:  # c = m c + (1 - m) mean of g_t over the global batch   (DINO, Eq. 4)
             mean = gather(teacher.mean((0, 1))[None]).mean(0)      # (K,)
-            self.center.lerp_(mean, 1 - config.center_momentum)
+            self.center.lerp_(mean, 1 - 0.9)                       # m = .9 (App. C.2)
         entropy = torch.special.entr(p_t).sum(-1).mean()           # entr(p) = -p log p
         entropy_mean = torch.special.entr(p_t.mean((0, 1))).sum()
         return {"loss": loss, "entropy": entropy, "entropy_mean": entropy_mean}

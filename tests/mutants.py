@@ -38,6 +38,7 @@ return «rank => 0» * B + torch.arange(B, device # positives of this rank
 F.cross_entropy(text_to_image, own))« / 2 => » # the mean of both directions
 text_to_image = scale * «y_t @ gather(y_i => y_i @ gather(y_t»).T # the direction ;; (sums - «1 => 2») / k # sparsemax sums to 1
 self.log_scale.clamp_(0, math.log(«100 => 1000»)) # CLIP's largest scale
+torch.tensor(math.log(1 / «0.07 => 0.1»))) # CLIP, Sec. 2.5
 layer = nn.Linear(d, «M, bias=False => M») # CLIP's projections have no bias
 projection(image_width, E)), mean=«True => False») # CLIP+GAP reads the mean
 keepdim=True), x], 1) + «self.pos => 0 * self.pos» # CLIP's ResNet adds positions
@@ -52,7 +53,7 @@ lr=0.02, momentum=«0.9 => 0.5» # C.1 ;; s = alpha.exp().clamp(«min => max»=1
 == sparo.py | dino | test_dino test_statistics test_details -k "not bam"
 ((teacher.detach() «- => +» center) # DINO, Eq. 3
 ((«teacher.detach() => teacher» - center) # targets have no gradient
-(G * «(V - 1) => V»), p_t # number of pairs of views ;; self.center.lerp_(mean, «1 - config => config» # DINO, Eq. 4
+(G * «(V - 1) => V»), p_t # number of pairs of views ;; self.center.lerp_(mean, «1 - 0.9 => 0.9») # DINO, Eq. 4
 mean = «gather(teacher.mean((0, 1))[None]).mean(0 => teacher.mean((0, 1)») # the centre of one rank
 if «self.training => True»:  # c = # an evaluation moves the centre
 if step <« => =» self.config.freeze_last: # off by one
@@ -64,9 +65,9 @@ entr(p_t.mean(«(0, 1))).sum => 0)).sum(-1).mean»() # entropy of the mean over 
 encoder.layers(images, «4 => 3» - replaced) # the last four blocks
 blur=0.1, solarize=«0.2 => 0.1») # DINO's second view
 == sparo.py | presets | test_presets
-L: int = «128 => 64»  # Sec. 4 ;; init_scale: float = 1 / «0.07 => 0.1» # CLIP, Sec. 2.5
+L: int = «128 => 64»  # Sec. 4
 codes: int = «16384 => 8192» # B.2 ;; out_dim: int = «65536 => 65535» # C.2
-teacher_temp: float = «0.04 => 0.07» # C.2 ;; center_momentum: float = «0.9 => 0.99»  # C.2
+student_temp=«0.1 => 0.2», teacher # C.2 ;; teacher_temp=«0.04 => 0.07») # C.2
 ema: float = «0.996 => 0.99» # C.2 ;; crop_border: float = «0.4 => 0.25» # C.2
 lr=5e-4, weight_decay=«0.5 => 0.2» # Table C.3 ;; warmup=«3600 => 2000», batch=4096 # Table C.3
 "cc12m-b16": dict(image_encoder="clip-b16", L=«64 => 128» # Sec. 4 ;; steps=«312_214 => 312_124» # 32 epochs of L400M

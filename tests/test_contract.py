@@ -460,7 +460,6 @@ def test_wrong_shapes_masks_and_numbers_raise_errors_that_name_them(call, messag
     ("sparc", dict(align="softmx"), "'softmx'"), ("sparc", dict(h_v="residuel"), "'residuel'"),
     ("sparc", dict(token_mean="tokens"), "'tokens'"), ("sparo", dict(readout="foo"), "'foo'"),
     ("sparo", dict(readout="attpool", heads="both"), "'both'"),
-    ("sparo", dict(grp_size=3), "grp_size=3 .*L=4"), ("sparo", dict(grp_size=0), "grp_size=0 "),
     ("bam", dict(mask="Zero"), "'Zero'"), ("bam", dict(readout="mean"), "'mean'"),
     ("bam", dict(target="plain"), "'plain'"),
     ("bam", dict(readout="cls", vit=dict(cls=False)), "cls is None"),

@@ -80,7 +80,6 @@ ERRORS = [
         "sparc --sigma 2.0": "<= 1"}.items()),
     ("train --method sparc --epochs 1 --out run", "needs the number of images, .* give --steps"),
     ("sparc --accum-freq 2", "--accum-freq 2 .* BatchNorm .* tiny-patch"),
-    ("sparo --grp-size 3 --L 4", "give a divisor of L"),
     ("sparo --readout cls --image-encoder tiny", "a ViT with :cls=1"),
     ("stair --share-1 0.7 --share-2 0.3", "leave no steps to stage 3"),
     ("dino --vocab nowhere.txt", "--vocab has no effect on this objective: leave"),

@@ -37,11 +37,11 @@ VIT_B = dict(width=768, depth=12, heads=12)
 CLIP_TEXT = dict(width=512, depth=12, heads=8, context=77, vocab_size=49_408, causal=True)
 # CLIP, Tables 18 and 20, Sec. 2.5; OpenCLIP's defaults, which SPARO keeps (C.1)
 OPENCLIP = dict(lr=5e-4, beta2=0.98, adam_eps=1e-6, schedule="cosine", optimizer="adamw",
-                clip_grad=0.0, weight_decay_end=None, init_scale=1 / 0.07, crop_scale=0.9,
+                clip_grad=0.0, weight_decay_end=None, crop_scale=0.9,
                 flip=0.0, probe="adamw")  # transform.py: no mirror
 # SPARO, Table C.3 and Sec. 4
 CC = OPENCLIP | dict(batch=4096, warmup=3600, weight_decay=0.5, text=CLIP_TEXT)
-SLOTS = dict(L=64, V=64, D=64, grp_size=1, replace_block=True, readout="sparo", objective="clip")
+SLOTS = dict(L=64, V=64, D=64, replace_block=True, readout="sparo", objective="clip")
 B16 = dict(image=VIT_B | dict(patch_size=16, image_size=224, cls=True, pre_norm=True))
 B32 = dict(image=VIT_B | dict(patch_size=32, image_size=224, cls=True, pre_norm=True))
 CC3M, CC12M, CC15M = [dict(steps=epochs * pairs // 4096) for epochs, pairs in (  # Table C.1
@@ -55,13 +55,12 @@ DINO = dict(
     steps=100 * (IMAGENET // 512), warmup=10 * (IMAGENET // 512), freeze_last=IMAGENET // 512,
     weight_decay=0.04, weight_decay_end=0.4, clip_grad=3.0, beta2=0.999, adam_eps=1e-8,
     optimizer="adamw", schedule="cosine", out_dim=65536, head_width=2048, head_bottleneck=256,
-    student_temp=0.1, teacher_temp=0.04, center_momentum=0.9, ema=0.996, local_crops=8,
-    local_size=96, crop_least=0.05, crop_border=0.4, probe="sgd")
+    ema=0.996, local_crops=8, local_size=96, crop_least=0.05, crop_border=0.4, probe="sgd")
 
 # STAIR, Sec. 4.2
 STAIR_TEXT = dict(width=512, depth=12, heads=8, context=76, vocab_size=30_522)
 LAMB = dict(optimizer="lamb", lr=1e-3, weight_decay=1e-2, warmup=10_000, schedule="linear",
-            batch=16_384, init_scale=1 / 0.07, beta2=0.999, adam_eps=1e-6)  # LAMB's paper: betas
+            batch=16_384, beta2=0.999, adam_eps=1e-6)  # LAMB's paper: betas
 STAIR = LAMB | dict(image=VIT_B | dict(patch_size=16), lambda_image=1e-3, lambda_text=1e-3,
                     text=STAIR_TEXT | dict(causal=False), revive_until=0)
 
@@ -194,11 +193,11 @@ def test_sparcs_swept_settings_are_values_of_the_sweeps():
 
 BOUNDS = {
     "> 0": """vocab_size image_size crop_scale epochs batch log_every save_every accum_freq embed_dim
-        init_scale filip_keep mgca_prototypes L V D grp_size bottleneck codes out_dim head_width
-        head_bottleneck student_temp teacher_temp local_size crop_least crop_border tau tau_b
+        init_scale filip_keep mgca_prototypes L V D bottleneck codes out_dim head_width
+        head_bottleneck local_size crop_least crop_border tau tau_b
         sinkhorn_iters projector_width projector_dim crop_every crop_alpha""",
     "< 1": "beta2 smoothing drop_path", "< 9e18": "seed",
-    "<= 1": """crop_scale flip sigma filip_keep center_momentum ema crop_least crop_border
+    "<= 1": """crop_scale flip sigma filip_keep ema crop_least crop_border
         crop_threshold share_1 share_2 ramp erasing"""}
 
 
@@ -219,6 +218,8 @@ def default(function, name):
     (default(evaluation.knn_accuracy, "k"), 20, "DINO: k = 20; SPARO, Table 3"),
     (default(evaluation.knn_accuracy, "tau"), 0.07, "DINO, eval_knn.py"),
     (default(sparo.train_mask, "epochs"), 100, "SPARO, C.1"),
+    (default(sparo.dino_loss, "student_temp"), 0.1, "SPARO, C.2"),
+    (default(sparo.dino_loss, "teacher_temp"), 0.04, "SPARO, C.2"),
     (default(sparc.filip_loss, "keep"), 0.2, "SPARC, D.4"),
     (default(sparc.CrossAttention, "width"), 128, "SPARC, D.4"),
     (default(bam.bam_loss, "tau"), 0.1, "BAM, Sec. 3.1"),

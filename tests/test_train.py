@@ -93,7 +93,7 @@ def test_another_seed_gives_other_weights_and_another_seed_or_order_gives_other_
         "--objective gloria --amp bf16", "--objective mgca --mgca-prototypes 7", "--sigma 0.3",
         "--h-v plain", "--clip-grad 0")],
     *[("sparo", f"--readout {flags}") for flags in (
-        "sparo --grp-size 2 --no-replace-block", "cls", "gap", "bottleneck",
+        "sparo --no-replace-block", "cls", "gap", "bottleneck",
         "attpool --heads separate --slot-norm --slot-projection", "fdt --codes 50 --amp bf16")]])
 def test_flags_of_a_method_change_its_training(tmp_path, run_of, name, flags):
     train_alone([*SMALL[name], *flags.split(), "--steps", 2, "--out", tmp_path])
