@@ -63,8 +63,8 @@ class Config:
     D: int = 64                    # width of a slot's query and keys, > 0 (Sec. 3.2)
 
 
-# Below the core: in_fp32, Gather, own_columns, Keys, and what refuses wrong arguments (check_...,
-# checked_...).
+# Below the core: in_fp32, Gather, own_columns, Keys, without_padding, and what refuses wrong
+# arguments (check_scale, checked_mask).
 
 
 def fp32(function):
@@ -94,11 +94,10 @@ def all_ranks(x):
 #     y_l = W K_l p_l             (V,)
 class Sparo(nn.Module):
     """Separate-head attention (Sec. 3.2). Parameters have the names and dimensions of App. A's
-    listing. Raises ValueError if grp_size does not divide L."""
+    listing. grp_size: number of slots that share one key projection; it divides L (App. A)."""
 
     def __init__(self, d, L, V, D, grp_size=1):
         super().__init__()
-        check_groups(L, grp_size)
         self.D, self.grp_size, self.nkeys = D, grp_size, L // grp_size
         self.q = nn.Parameter(torch.randn(1, self.nkeys, grp_size, 1, D))  # q_l; shape of App. A
         # K_l and b_l of all slots: an nn.Linear, which keys() only reads (Keys, below)
@@ -112,7 +111,7 @@ class Sparo(nn.Module):
         """Outputs x (B, n, d) -> slots (B, L, V); with return_attn also the attention (B, L, n).
         eos_idx (B,): the index of each caption's last token. Slots ignore the positions after it.
         """
-        H, padding = checked_outputs(x, self.KVproj.in_features, eos_idx)    # padding (B, n)
+        H, padding = without_padding(x, eos_idx)                    # (B, n, d), (B, n)
         q = self.q.view(-1, self.D)                                 # (L, D)
         K, b = self.keys()                                          # (L, D, d), (L, D)
         u = torch.einsum("lD,lDd->ld", q, K) * self.D**-0.5         # (L, d)     K_l^T q_l / sqrt(D)
@@ -152,7 +151,7 @@ def clip_loss(v, t, scale, *, gather=all_ranks):
     """v, t: slots (B, L, V) or encodings (B, M) of this rank's images and captions -> scalar. The
     loss normalises each slot alone, and an encoding as a whole, so slots.flatten(1) gives another
     loss than slots. scale: 1 / tau, from 1 to 100. gather: see all_ranks."""
-    check_pairs(v, t, scale)
+    check_scale(scale)
     y_i = normalize_slots(v if v.ndim == 3 else v[:, None])   # (B, M)
     y_t = normalize_slots(t if t.ndim == 3 else t[:, None])   # (B, M)
     image_to_text = scale * y_i @ gather(y_t).T               # (B, world * B)  y^i_j . y^t_j' / tau
@@ -324,12 +323,10 @@ def after_end(eos_idx, x):
     the index of each caption's last token; x (B, n, d) are the outputs. An empty caption has the
     index -1. Its first position is not padding, because softmax needs one position."""
     B, n, _ = x.shape
-    if eos_idx.shape != (B,) or eos_idx.is_floating_point() or eos_idx.dtype == torch.bool:
-        raise ValueError(f"eos_idx needs {B} indices of last tokens, not {tuple(eos_idx.shape)} "
-                         f"and {eos_idx.dtype}.")
-    if readable(eos_idx) and not ((eos_idx >= -1) & (eos_idx < n)).all():
-        raise ValueError(f"eos_idx has indices from {eos_idx.min()} to {eos_idx.max()}, but there "
-                         f"are {n} outputs.")
+    in_range = not readable(eos_idx) or ((eos_idx >= -1) & (eos_idx < n)).all()
+    if eos_idx.shape != (B,) or not in_range:
+        raise ValueError(f"eos_idx needs {B} indices of last tokens, from -1 to {n - 1}, not "
+                         f"{eos_idx}.")
     return torch.arange(n, device=eos_idx.device) > eos_idx.clamp(min=0)[:, None]
 
 
@@ -352,27 +349,13 @@ def check_scale(scale):
         raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
 
 
-def check_pairs(v, t, scale):
-    check_scale(scale)
-    if v.shape != t.shape or v.ndim not in (2, 3):
-        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
-                         "need (B, L, V) or (B, M).")
-
-
-def checked_outputs(x, d, eos_idx):
+def without_padding(x, eos_idx):
     """Outputs x (B, n, d) -> x with zeros at padding, because attention 0 * NaN would be NaN, and
-    the padding (B, n), None without eos_idx. Raises ValueError for a wrong shape."""
-    if x.ndim != 3 or x.shape[2] != d:
-        raise ValueError(f"Sparo needs x (B, n, {d}), not {tuple(x.shape)}.")
+    the padding (B, n), None without eos_idx."""
     if eos_idx is None:
         return x, None
     padding = after_end(eos_idx, x)
     return x.masked_fill(padding[..., None], 0.0), padding
-
-
-def check_groups(L, grp_size):
-    if grp_size < 1 or L % grp_size:
-        raise ValueError(f"grp_size={grp_size} does not divide L={L}: give a divisor of L.")
 
 
 def as_bools(mask, shape):
@@ -482,7 +465,7 @@ class FullModel(Model):
 
     def __init__(self, config, *encoders_and_widths):
         super().__init__(config, *encoders_and_widths)
-        self.slots = config.L
+        self.slots = config.L if config.readout == "sparo" else 0
         self.mask_parts = config.L  # equal parts of an encoding; train_mask weights each part
 
     def clip_parameters(self):
@@ -504,20 +487,10 @@ class FullModel(Model):
 # vector. The paper does not say how it normalises the variants of Table 6.
 
 
-def refuse_without_cls(image_encoder):
-    if image_encoder.cls is None or image_encoder.cls is False:
-        raise ValueError("This read-out needs [CLS], but image_encoder.cls is None: give an "
-                         "encoder with [CLS], or another read-out.")
-
-
 class Baseline(FullModel):
     """CLIP with another read-out than SPARO. image_encoder.cls is None if there is no [CLS]; `cls`
     then takes the attention of CLIP's ResNet. `gap` takes image_encoder.norm, the last LayerNorm,
     away from the encoder."""
-
-    def __init__(self, config, *encoders_and_widths):
-        super().__init__(config, *encoders_and_widths)
-        self.slots = 0
 
     def readouts(self, image_width, text_width):
         """[read-out of the image encoder, read-out of the text encoder]"""
@@ -541,7 +514,6 @@ class Baseline(FullModel):
             mean = Pool(nn.Sequential(norm, projection(image_width, E)), mean=True)
             return [mean, Pool(projection(text_width, E))]         # captions are read as in CLIP
         if config.readout == "bottleneck":  # App. B.2
-            refuse_without_cls(image_encoder)
             return [Pool(nn.Sequential(projection(d, m), nn.Linear(m, E))) for d in widths]
         if config.readout == "fdt":
             codebook = nn.Parameter(torch.randn(config.codes, E))
@@ -549,9 +521,6 @@ class Baseline(FullModel):
             del readouts[1].codebook  # one name for the codes; text_slots gives them
             readouts[1].register_load_state_dict_pre_hook(read_older_name)
             return readouts
-        if config.readout != "attpool":
-            raise ValueError(f"readout must be cls, gap, attpool, bottleneck or fdt, not "
-                             f"{config.readout!r}.")
         return [CrossAttention(d, config.L, config.V, config.D, config.heads, config.slot_norm,
                                config.slot_projection) for d in widths]
 
@@ -752,14 +721,10 @@ class Dino(nn.Module):
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
         self.config, self.image_encoder = config, image_encoder
+        M, self.readout = image_width, Pool(nn.Identity(), config.readout == "gap")
         if config.readout == "sparo":
             M = config.L * config.V
             self.readout = Sparo(image_width, config.L, config.V, config.D)
-        else:
-            M = image_width
-            if config.readout == "cls":
-                refuse_without_cls(image_encoder)
-            self.readout = Pool(nn.Identity(), config.readout == "gap")
         self.head = DinoHead(M, config.out_dim, config.head_width, config.head_bottleneck)
         self.teacher = copy.deepcopy(self.student()).requires_grad_(False)
         self.register_buffer("center", torch.zeros(config.out_dim))
@@ -793,10 +758,6 @@ class Dino(nn.Module):
         log K, or both are near 0.
         """
         views = batch["views"]
-        shapes = [tuple(view.shape) for view in views]
-        if len({shape[0] for shape in shapes}) != 1 or shapes[0][-1] < shapes[-1][-1]:
-            raise ValueError(f"views needs tensors (B, 3, s, s) with one number B of images; large "
-                             f"views come first. It has {shapes}.")
         with torch.no_grad():
             teacher = self.logits(self.teacher, views[:2])         # (2, B, K)
         student = self.logits(self.student(), views)               # (V, B, K)
@@ -817,8 +778,6 @@ class Dino(nn.Module):
     @torch.no_grad()
     def after_update(self, step, steps):
         """theta_t = m theta_t + (1 - m) theta_s; m grows from `ema` to 1 by half a cosine."""
-        if step >= steps:
-            raise ValueError(f"step {step} is not within {steps} steps: count all updates from 0.")
         m = 1 - (1 - self.config.ema) * (1 + math.cos(math.pi * step / steps)) / 2
         theta_t, theta_s = (list(net.parameters()) for net in (self.teacher, self.student()))
         torch._foreach_lerp_(theta_t, theta_s, 1 - m)
@@ -874,9 +833,6 @@ def needs_cls(args):
 def check(args):
     if args.objective == "dino" and args.readout not in ("sparo", "cls", "gap"):
         raise ValueError(f"--objective dino needs --readout sparo, cls or gap, not {args.readout}.")
-    if args.objective == "dino" and args.crop_least > args.crop_border:
-        least, most = args.crop_least, args.crop_border
-        raise ValueError(f"--crop-least {least} must not be above --crop-border {most}.")
 
 
 def views(args):
@@ -936,21 +892,19 @@ def train_mask(y_i, y_p, y_n, kinds, parts, epochs=100, batch=256, generator=Non
     """Train a mask of image encodings that tells captions from hard negatives (Sec. 5.2).
 
     y_i, y_p, y_n (n, M): encodings of images, of their captions and of the hard negatives. kinds:
-    the kinds of the n pairs. parts: M', the number of weights of the mask: L for slots, M for
-    single dimensions. A pair is right if the image is closer to the caption than to the negative.
+    the kinds of the n pairs. parts: M', the number of weights of the mask, a divisor of M: L for
+    slots, M for single dimensions. A pair is right if the image is closer to the caption than to
+    the negative.
     The accuracy is the mean over kinds of the fraction of right pairs. All pairs train alike.
 
     Returns the mask (M,) of the epoch with the highest accuracy, the accuracy without a mask, and
     the accuracy with this mask. The mask is all ones if no epoch beats the encodings without a
-    mask. Raises ValueError if parts does not divide M.
+    mask.
 
     differs: the paper gives no batch size, and the batch size sets the number of updates. Our batch
     size is 256.
     """
     n, M = y_i.shape
-    if M % parts:
-        raise ValueError(f"parts={parts} does not divide the {M} dimensions of an encoding: give "
-                         f"a divisor of {M}.")
     theta = y_i.new_zeros(parts).requires_grad_()
     alpha = y_i.new_tensor(math.log(100)).requires_grad_()
     optimizer = torch.optim.SGD([theta, alpha], lr=0.02, momentum=0.9)
