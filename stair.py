@@ -51,10 +51,8 @@ from torch import nn
 class Config:
     lambda_image: float = 1e-3    # weight of the images' FLOPs loss (Eq. 7), 1e-4 to 1e-2 in 6.3
     lambda_text: float = 1e-3     # weight of the captions' FLOPs loss (Eq. 7)
-    ramp: float = 0.5             # fraction of a stage in which lambdas grow from 0, <= 1 (ours)
     # last stage in which words of a caption with weight 0 get a gradient (ours). 0: in no stage
     revive_until: int = 3
-    init_scale: float = 1 / 0.07  # first 1 / T, > 0, from 1 to 100 (Eq. 3; CLIP, Sec. 2.5)
 
 
 # Below the core: in_fp32, Gather, own_columns, streamed, to_log, and what refuses wrong arguments
@@ -167,7 +165,7 @@ class Model(nn.Module):
         self.image_head = TokenProjectionHead(image_width, embedding, special)
         self.text_head = TokenProjectionHead(text_width, embedding, special)
         del self.image_head.embedding, self.text_head.embedding  # e is saved once; forward gets it
-        self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
+        self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))  # CLIP, Sec. 2.5
         self.register_buffer("image_embedding", embedding.weight.detach().clone())  # see image_e
         self.register_buffer("strength", torch.tensor(0.0))  # factor of both lambdas, 0 to 1
         # The stage, twice. Encodings read the buffer, so that a loaded checkpoint encodes as it
@@ -232,12 +230,11 @@ class Model(nn.Module):
             self.image_embedding.copy_(self.text_encoder.embedding.weight.detach())
 
     def after_update(self, step, steps):
-        """Let the lambdas grow with the square of the step (Sec. 4.2) until the fraction `ramp` of
-        the stage is over. Keep the scale within [1, 100], as OpenCLIP does."""
+        """Let the lambdas grow with the square of the step (Sec. 4.2) in the first half of the
+        stage (ours). Keep the scale within [1, 100], as OpenCLIP does."""
         check_step(step, steps)
         self.log_scale.data.clamp_(0, math.log(100))
-        ramp_steps = max(1, self.config.ramp * steps)
-        self.strength.fill_(min(1.0, ((step + 1) / ramp_steps) ** 2))
+        self.strength.fill_(min(1.0, ((step + 1) / (steps / 2)) ** 2))
 
     def encode_image(self, images):  # (B, 3, H, W) -> (B, |V|), of length 1 or, without words, 0
         return F.normalize(self.image_encoding(images), dim=-1)
@@ -458,7 +455,6 @@ class Settings(Config):
     stages: Literal["three", "single"] = "three"  # all stages (Sec. 3), or the last (App. A)
     share_1: float = 0.25         # fraction of --steps for stage 1, <= 1 (Sec. 4.2)
     share_2: float = 0.25         # fraction of --steps for stage 2, <= 1. Stage 3 has the rest
-    lr_2: float = 1.0             # peak learning rate of stage 2, divided by --lr (Sec. 4.2)
     lr_3: float = 0.1             # peak learning rate of stage 3, divided by --lr (Sec. 4.2)
 
 
@@ -488,8 +484,7 @@ def stages(args):
         return [(3, args.steps, args.lr)]
     first, second = round(args.share_1 * args.steps), round(args.share_2 * args.steps)
     third = args.steps - first - second
-    lr_2, lr_3 = args.lr * args.lr_2, args.lr * args.lr_3
-    return [(1, first, args.lr), (2, second, lr_2), (3, third, lr_3)]
+    return [(1, first, args.lr), (2, second, args.lr), (3, third, args.lr * args.lr_3)]
 
 
 def check(args):

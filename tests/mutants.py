@@ -95,8 +95,9 @@ torch.where(self.stage «== 1 => <= 2», enc * self # only stage 1 masks
 if self.number <«= => » cfg.revive_until: # the last stage revives, too
 flops = «cfg.lambda_image => cfg.lambda_text» * flops_image # Eq. 7
 loss = contrast + «self.strength * flops => flops» # the ramp
-((step + 1) / ramp_steps)« ** 2 => ») # quadratic growth ;; («(step + 1) => step» / ramp_steps) ** 2) # off by one
-ramp_steps = max(1, «self.config.ramp * steps => steps») # the first half of a stage
+((step + 1) / (steps / 2))« ** 2 => ») # quadratic growth ;; («(step + 1) => step» / (steps / 2)) ** 2) # off by one
+((step + 1) / «(steps / 2) => steps») ** 2) # the first half of a stage
+torch.tensor(math.log(1 / «0.07 => 0.1»))) # CLIP, Sec. 2.5
 self.log_scale.data.clamp_(«0 => 1», math.log(100)) # bounds of the scale
 «self.image_head.bias[ids] => None») # Eq. 4 in maps of words
 passes |= «revived & (gradient < 0) => revived» # only a larger weight revives

@@ -114,10 +114,10 @@ def test_a_caption_without_words_scores_0_in_filip():
 @pytest.mark.parametrize("steps, expected", [
     (10, [3, 2, 5]), (11, [3, 3, 5]), (1000, [260, 250, 490])])
 def test_shares_of_stages_are_rounded(steps, expected):
-    args = SimpleNamespace(steps=steps, lr=2.0, **vars(stair.Settings(lr_2=0.5, share_1=0.26)))
+    args = SimpleNamespace(steps=steps, lr=2.0, **vars(stair.Settings(share_1=0.26)))
     rows = stair.stages(args)
     assert [row[1] for row in rows] == expected and sum(row[1] for row in rows) == steps
-    assert [row[2] for row in rows] == pytest.approx([2.0, 1.0, 0.2])
+    assert [row[2] for row in rows] == pytest.approx([2.0, 2.0, 0.2])
 
 
 def test_a_resume_restarts_neither_the_ramp_nor_the_copy_of_e():

@@ -74,8 +74,8 @@ ERRORS = [
     *((command, f"{command.partition(' ')[2]} must be {rest}") for command, rest in {
         "sparc --batch 0": "> 0", "sparc --batch 1": "2 or more: the loss compares captions",
         **dict.fromkeys(["sparc --seed -1", "sparc --lambda-f -1.0", "sparc --lr inf",
-                         "stair --ramp nan"], "finite and not negative"),
-        "sparc --embed-dim 0": "> 0", "stair --init-scale 0.0": "> 0",
+                         "stair --lr-3 nan"], "finite and not negative"),
+        "sparc --embed-dim 0": "> 0", "stair --crop-scale 0.0": "> 0",
         "sparc --seed 99999999999999999999": "< 9e18", "sparc --beta2 1.0": "< 1",
         "sparc --sigma 2.0": "<= 1"}.items()),
     ("train --method sparc --epochs 1 --out run", "needs the number of images, .* give --steps"),

@@ -128,7 +128,7 @@ ROWS = {
                                   embed_dim=512),  # the 512 of CLIP: STAIR, Sec. 6.3
         "dino-s16": DINO},
     "stair": {
-        "b16": STAIR | dict(stages="three", steps=1_200_000, share_1=300 / 1200, lr_2=1.0,
+        "b16": STAIR | dict(stages="three", steps=1_200_000, share_1=300 / 1200,
                             share_2=300 / 1200, lr_3=1e-4 / 1e-3),
         "b16-single": STAIR | dict(stages="single", steps=600_000)},  # App. A
     "sparc": {
@@ -198,7 +198,7 @@ BOUNDS = {
         sinkhorn_iters projector_width projector_dim crop_every crop_alpha""",
     "< 1": "beta2 smoothing drop_path", "< 9e18": "seed",
     "<= 1": """crop_scale flip sigma filip_keep ema crop_least crop_border
-        crop_threshold share_1 share_2 ramp erasing"""}
+        crop_threshold share_1 share_2 erasing"""}
 
 
 @pytest.mark.parametrize("config", [

@@ -234,7 +234,7 @@ def test_stage_2_freezes_the_image_encoder_and_its_embedding():
 
 def test_the_lines_in_the_comment_train_three_stages():
     """Three stages of 4 steps."""
-    model, states = tiny_stair(1, ramp=0.5), []
+    model, states = tiny_stair(1), []
     model.strength.zero_()
     assert model.number == model.stage == 1 and model.strength == 0  # until after_update
     comment = inspect.getsource(stair).partition("# A stage of FullModel")[2].partition("\n\n")[0]
@@ -264,7 +264,7 @@ def test_word_maps_have_the_encoding_as_their_maximum(stage):
 
 
 @pytest.mark.parametrize("flags, stages, rates", [
-    ("--lr-2 0.5 --lr-3 0.1", [1, 1, 2, 2, 3, 3, 3, 3], [1e-3, 1e-3, 5e-4, 5e-4] + [
+    ("--lr-3 0.1", [1, 1, 2, 2, 3, 3, 3, 3], 4 * [1e-3] + [
         1e-4 * (1 + math.cos(math.pi * step / 3)) / 2 for step in (0, 0, 1, 2)]),
     ("--share-2 0 --lr-3 1 --schedule linear --amp bf16 --grad-checkpoint",
      [1, 1, 3, 3, 3, 3, 3, 3], [1e-3, 1e-3] + [1e-3 * step / 5 for step in (5, 5, 4, 3, 2, 1)]),
