@@ -55,8 +55,8 @@ class Config:
     revive_until: int = 3
 
 
-# Below the core: in_fp32, Gather, own_columns, streamed, to_log, and what refuses wrong arguments
-# (check_..., checked_...).
+# Below the core: in_fp32, Gather, own_columns, streamed, without_padding, to_log, and what refuses
+# wrong arguments (check_scale, checked_mask).
 
 
 def fp32(function):
@@ -85,7 +85,7 @@ def all_ranks(x):
 def contrastive_loss(v, t, scale, *, gather=all_ranks):
     """The mean of Eq. 3 and its mirror. v, t (B, |V|): enc of this rank's images and captions,
     normalised here -> scalar. scale: 1 / T, from 1 to 100. gather: see all_ranks."""
-    check_pairs(v, t, scale)
+    check_scale(scale)
     v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
     t = F.normalize(t, dim=-1, eps=0.5)
     image_to_text = scale * v @ gather(t).T           # (B, world * B)  M(x_i, y_i') / T
@@ -114,7 +114,6 @@ class TokenProjectionHead(nn.Module):
     def __init__(self, d, embedding, special=()):
         super().__init__()
         vocab, D = embedding.weight.shape                                # |V|, D
-        check_special(special, vocab)
         self.embedding = embedding
         self.transform = nn.Sequential(nn.Linear(d, D), nn.GELU(), nn.LayerNorm(D))
         self.bias = nn.Parameter(torch.zeros(vocab))
@@ -125,7 +124,7 @@ class TokenProjectionHead(nn.Module):
         """h (B, n, d) -> enc (B, |V|). mask (B, n): True at tokens, then False at padding; None: no
         padding. e (|V|, D) replaces the embedding's weight. revived (B, |V|), bools: a word with
         True gets a gradient at weight 0, too, if a larger weight lowers the loss."""
-        h, mask, revived = checked_outputs(self, h, mask, revived)
+        h, mask = without_padding(h, mask)
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)  # special tokens are never active
         transform_h = self.transform(h)                                  # (B, n, D)
@@ -138,7 +137,6 @@ class TokenProjectionHead(nn.Module):
 def flops_loss(enc, *, gather=all_ranks):
     """enc (B, |V|), not normalised -> scalar, the same on all ranks. The loss is small if few words
     are active, and if each word is active in few samples."""
-    check_encodings(enc)
     mean = enc.mean(0, keepdim=True)                                 # (1, |V|), of this rank
     return gather(mean).mean(0).square().sum()
 
@@ -216,7 +214,6 @@ class Model(nn.Module):
         """Enter stage 1, 2 or 3 (Sec. 3). Then make a new optimizer and, on several GPUs, a new
         DDP, because stage 2 freezes parameters. fresh: True if the stage begins, False if a
         checkpoint of this stage was loaded."""
-        check_stage(number)
         self.number = number
         self.stage.fill_(number)
         # Stage 2 freezes the image encoder and its head, but not e, which the text encoder trains.
@@ -232,7 +229,6 @@ class Model(nn.Module):
     def after_update(self, step, steps):
         """Let the lambdas grow with the square of the step (Sec. 4.2) in the first half of the
         stage (ours). Keep the scale within [1, 100], as OpenCLIP does."""
-        check_step(step, steps)
         self.log_scale.data.clamp_(0, math.log(100))
         self.strength.fill_(min(1.0, ((step + 1) / (steps / 2)) ** 2))
 
@@ -267,6 +263,7 @@ class Model(nn.Module):
 
 # A stage of FullModel (below), which begins in stage 1:
 #     model.begin_stage(number, fresh=True)            # 1, then 2, then 3
+#     model.train()                                    # stage 2 freezes BatchNorm
 #     parallel = DDP(model) if ranks > 1 else model    # again, because stage 2 freezes parameters
 #     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
 #     for step in range(steps):                        # the steps of this stage
@@ -383,45 +380,13 @@ def check_scale(scale):
         raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
 
 
-def check_pairs(v, t, scale):
-    check_scale(scale)
-    if v.shape != t.shape or v.ndim != 2:
-        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
-                         "need (B, |V|).")
-
-
-def check_encodings(enc):
-    if enc.ndim != 2:
-        raise ValueError(f"flops_loss needs encodings (B, |V|), not {tuple(enc.shape)}.")
-
-
-def check_special(special, vocab):
-    if not all(type(i) is int and 0 <= i < vocab for i in special):
-        raise ValueError(f"special needs ids (int) from 0 to {vocab - 1}, not {list(special)}.")
-
-
-def checked_outputs(head, h, mask, revived):
-    """Raise ValueError for shapes that do not fit the head. Returns h with zeros at padding, where
-    a NaN would reach the gradients, and both masks of bools."""
-    d = head.transform[0].in_features
-    if h.ndim != 3 or h.shape[2] != d:
-        raise ValueError(f"The head needs h (B, n, {d}), not {tuple(h.shape)}.")
-    if revived is not None:
-        revived = as_bools(revived, (len(h), len(head.valid)))
-    if mask is not None:
-        mask = checked_mask(mask, h.shape[:2])
-        h = h.masked_fill(~mask[..., None], 0.0)
-    return h, mask, revived
-
-
-def check_stage(number):
-    if number not in (1, 2, 3):
-        raise ValueError(f"There are stages 1, 2 and 3, not {number}.")
-
-
-def check_step(step, steps):
-    if step >= steps:
-        raise ValueError(f"step {step} is not within {steps} steps: count from 0 in a stage.")
+def without_padding(h, mask):
+    """h (B, n, d) -> h with zeros at padding, where a NaN would reach the gradients, and the mask
+    of bools."""
+    if mask is None:
+        return h, None
+    mask = checked_mask(mask, h.shape[:2])
+    return h.masked_fill(~mask[..., None], 0.0), mask
 
 
 def as_bools(mask, shape):
@@ -507,12 +472,8 @@ class FullModel(Model):
         for head in (self.image_head, self.text_head):
             head.register_load_state_dict_pre_hook(read_older_names)
 
-    def begin_stage(self, number, fresh):
-        super().begin_stage(number, fresh)
-        self.train(self.training)
-
     def train(self, mode=True):
-        """Stage 2 freezes the BatchNorm of the image encoder, too."""
+        """Stage 2 freezes the BatchNorm of the image encoder, too, once the stage has begun."""
         super().train(mode)
         self.image_encoder.train(mode and self.number != 2)
         return self
@@ -533,18 +494,6 @@ class FullModel(Model):
         images the words are (Sec. 7.2)."""
         h_e = self.image_head.transform(self.image_encoder(images))  # (B, n, D)
         return F.linear(h_e, self.image_e()[ids], self.image_head.bias[ids])
-
-    def warn(self, record):
-        """A warning if too few or too many words are active, else None. record: a line of the
-        log."""
-        for side in ("image", "text"):
-            flag, active = f"--lambda-{side}", record[f"active_{side}"]
-            if active < 1:
-                return f"{side} encodings have less than one active word on average: lower {flag}."
-            grown = self.number == 3 and self.strength == 1  # earlier, many words may be active
-            if grown and active > len(self.text_head.valid) / 4:
-                return f"{side} encodings have over a quarter of all words active: raise {flag}."
-        return None
 
 
 def continue_stage(model, keys):

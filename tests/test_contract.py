@@ -338,8 +338,7 @@ UNEQUAL_VIEWS = {"views": [torch.randn(n, 3, 16, 16) for n in (3, 1)]}
     (V_AND_T[0], torch.randn(B + 1, E), r"captions \(5, 5\)|equally many"),
     (V_AND_T[0, :1], V_AND_T[1, :1], "two or more"),
     (V_AND_T[0, 0], V_AND_T[1, 0], r"\(5,\).*need \(B|to unpack"),
-    (V_AND_T[0, :0], V_AND_T[1, :0], r"loss needs .* one sample or more, not .*\(0, 5\)"),
-    (V_AND_T[:, None], V_AND_T[:, None], r"\(2, 1, 4, 5\).*need \(B|to unpack")])
+    (V_AND_T[0, :0], V_AND_T[1, :0], r"loss needs .* one sample or more, not .*\(0, 5\)")])
 def test_contrastive_losses_refuse_what_has_no_pairs(loss, v, t, message):
     with pytest.raises(ValueError, match=message):
         loss(v, t, 10.0)
@@ -419,24 +418,16 @@ def test_masks_of_other_numbers_or_with_padding_first_are_refused(call, mask, me
     (lambda: SPARO(TOKENS, MASK), "eos_idx needs 4 indices .*True"),
     (lambda: SPARO(TOKENS, MASK.sum(1)), "from -1 to 5, not .*6"),
     (lambda: SPARO(TOKENS, torch.tensor([-2, 1, 1, 1])), r"from -1 to 5, not .*\[-2"),
-    (lambda: HEAD(TOKENS[:, 0]), r"\(B, n, 5\), not \(4, 5\)"),
-    (lambda: HEAD(TOKENS[..., :3]), r"\(B, n, 5\), not \(4, 6, 3\)"),
-    (lambda: HEAD(TOKENS, MASK, revived=MASK), r"\(4, 11\) and bools, not \(4, 6\)"),
-    *((lambda special=special: stair.TokenProjectionHead(E, nn.Embedding(11, E), special),
-       r"from 0 to 10, not \[") for special in ((None,), (-1,), (11,), (True,), torch.arange(2))),
     (lambda: sparc.Model(sparc.Config(), NO_CLS, None, 5, 5), "cls is False"),
     (lambda: bam.Model(bam.Config(), NO_CLS, None, 5, 5), "needs .CLS."),
     (lambda: sparo.normalize_slots(V_AND_T[0]), "expected 3, got 2"),
     (lambda: sparc.prototype_loss(*V_AND_T[:, :, None], V_AND_T[0], 9.0), r"\(4, 1, 5\)"),
-    (lambda: stair.flops_loss(TOKENS), r"\(4, 6, 5\)"),
     (lambda: bam.moco_loss(V_AND_T[:, :0], V_AND_T[:, :0], 0.2), "one sample or more"),
     *((lambda loss=loss: loss(*V_AND_T, 9.0, **TWICE), "process group") for loss in CONTRASTIVE),
     (lambda: bam.bam_loss(V_AND_T[0], 2, **TWICE), "process group"),
     (lambda: bam.ablated_loss(V_AND_T[0], 2, None, 2, bam.Settings(target="onehot"), **TWICE),
      "process group"),
-    (lambda: tiny_model("stair").begin_stage(4, fresh=True), "not 4"),
-    *((lambda name=name: tiny_model(name).after_update(8, 8), "step 8")
-      for name in ("stair", "bam")),
+    (lambda: tiny_model("bam").after_update(8, 8), "step 8"),
     *((lambda sizes=sizes: tiny_model("bam")(make_views(2, sizes)), "large views come")
       for sizes in ((8, 8, 16), (8, 16, 16))),
     (lambda: tiny_model("bam")({"views": torch.randn(2, 4, 3, 16, 16)}), "views needs a list"),

@@ -217,7 +217,7 @@ def test_stage_2_freezes_the_image_encoder_and_its_embedding():
         optimizer.zero_grad(set_to_none=False)
 
     update()
-    model.begin_stage(2, fresh=True)
+    model.begin_stage(2, fresh=True), model.train()
     before = model.image_encoding(batch["images"])
     statistics = [b.clone() for b in model.image_encoder.buffers()]     # BatchNorm's
     words = model.text_encoder.embedding.weight.detach().clone()
@@ -228,6 +228,7 @@ def test_stage_2_freezes_the_image_encoder_and_its_embedding():
     again = tiny_stair(3)
     wrapped = nn.ModuleList([again])  # as another project may wrap it
     wrapped.load_state_dict({f"0.{key}": x for key, x in model.state_dict().items()})
+    wrapped.train()
     assert torch.equal(again.image_encoding(batch["images"]), before)
     assert not any(p.requires_grad for p in again.image_encoder.parameters())
 
@@ -239,7 +240,7 @@ def test_the_lines_in_the_comment_train_three_stages():
     assert model.number == model.stage == 1 and model.strength == 0  # until after_update
     comment = inspect.getsource(stair).partition("# A stage of FullModel")[2].partition("\n\n")[0]
     lines = textwrap.dedent("\n".join(re.findall(r"^#( {5}.*)$", comment, re.MULTILINE)))
-    assert len(lines.splitlines()) == 6
+    assert len(lines.splitlines()) == 7
     for number in (1, 2, 3):
         known = dict(model=model, number=number, ranks=1, steps=4, torch=torch, batch=make_batch(),
                      gather=stair.all_ranks, DDP=nn.parallel.DistributedDataParallel)

@@ -994,20 +994,9 @@ def test_images_have_enough_pixels_for_the_smallest_crop(monkeypatch, scale, sid
     ("bam", dict(step=100, similarity=1.0, effective_rank=1.0), None),
     ("bam", dict(step=101, similarity=0.98, effective_rank=1.6), None),
     ("bam", dict(step=101, similarity=1.0, effective_rank=9.0), "network has collapsed"),
-    ("bam", dict(step=101, similarity=0.0, effective_rank=1.4), "lower --tau-b or --lr"),
-    ("stair", dict(active_image=1.1, active_text=7.4), None),  # of 30 words
-    ("stair", dict(active_image=0.9, active_text=5.0), "image .* lower --lambda-image"),
-    ("stair", dict(active_image=5.0, active_text=0.9), "text .* lower --lambda-text"),
-    ("stair", dict(active_image=7.6, active_text=5.0), "image .* raise --lambda-image"),
-    ("stair", dict(active_image=7.6, active_text=5.0, stage=2), None),
-    ("stair", dict(active_image=7.6, active_text=5.0, strength=0.9), None)])
-def test_a_warning_says_that_a_network_collapses_or_too_few_or_too_many_words_are_active(
-        name, record, words):
+    ("bam", dict(step=101, similarity=0.0, effective_rank=1.4), "lower --tau-b or --lr")])
+def test_a_warning_says_that_a_network_collapses(name, record, words):
     model = tiny_model(name)
-    if "stage" in record:
-        model.begin_stage(record["stage"], fresh=False)
-    if "strength" in record:
-        model.strength.fill_(record["strength"])
     scaler, args = SimpleNamespace(get_scale=lambda: 1.0), SimpleNamespace(batch=8)
     found = train.warning(args, None, model, scaler, {"step": 5} | record)
     assert found is None if words is None else re.search(words, found or "")
