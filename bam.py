@@ -269,38 +269,17 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        if not torch.compiler.is_compiling():
-            compare_shapes(tuple(x.shape))
-        rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
-        # torch 2.14 has a new name for this function and warns about the old name
-        join = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        join(rows, x.contiguous())
-        return rows
+        x = x.contiguous()
+        rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, x)
+        return torch.cat(rows)
 
     @staticmethod
     def backward(ctx, gradient):
-        world = dist.get_world_size()
-        if dist.get_backend() == "gloo":  # gloo has no reduce_scatter before torch 2.8
-            # all_reduce writes into its tensor, and autograd may use the same tensor elsewhere
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(gradient)
-            return gradient.chunk(world)[dist.get_rank()]
-        rows = gradient.new_empty(len(gradient) // world, *gradient.shape[1:])
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(rows, gradient.contiguous())
-        return rows
-
-
-@functools.cache
-def compare_shapes(shape):
-    """Raise ValueError on all ranks if they gather tensors of different shapes. To save time, ranks
-    compare a shape once. If later only some ranks have a smaller batch, the ranks may wait for each
-    other until the backend fails."""
-    shapes = [None] * dist.get_world_size()
-    dist.all_gather_object(shapes, shape)
-    if len({*shapes}) > 1:
-        raise ValueError(f"The ranks gather tensors of the shapes {shapes}, but need batches of "
-                         "one size: give the loader drop_last=True.")
+        # all_reduce writes into its tensor, and autograd may use the same tensor elsewhere
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 # Checks -----------------------------------------------------------------------------------

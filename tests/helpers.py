@@ -28,12 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-import bam
 import common
 import eval as evaluation
-import sparc
-import sparo
-import stair
 import train
 
 ROOT = Path(__file__).parents[1]
@@ -271,8 +267,6 @@ def print_nothing():  # output would interrupt pytest's
 def as_rank(rank, directory, world, function, arguments):
     """Join a group of `world` ranks, call the function, and save what it returns."""
     torch.set_num_threads(1)
-    for module in (sparo, stair, sparc, bam):  # a process that is new knows no shapes
-        module.compare_shapes.cache_clear()
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank,
                             world_size=world, timeout=datetime.timedelta(minutes=5))
     try:

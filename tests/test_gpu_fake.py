@@ -23,11 +23,7 @@ CASES = OBJECTIVES | {  # {name: (model in helpers.MODELS, settings of its Confi
     "attpool": ("sparo", dict(readout="attpool")), "dino-cls": ("dino", dict(readout="cls")),
     "bam-blocks": ("bam", dict(normalization="block", mask="zero", readout="gap")),
     "classifier": ("classifier", {})}
-# The names since torch 2.14, or the older names.
-ALL_GATHER, SCATTER = (new if hasattr(dist, new) else old for new, old in (
-    ("all_gather_single", "all_gather_into_tensor"),
-    ("reduce_scatter_single", "reduce_scatter_tensor")))
-COLLECTIVES = ALL_GATHER, SCATTER, "all_reduce", "all_gather_object"
+COLLECTIVES = "all_gather", "all_reduce"
 RAGGED = "filip", "clip+filip", "gloria"  # ranks exchange the lengths of their longest captions
 pytestmark = pytest.mark.skipif(
     torch.__version__ < (2, 11), reason="before torch 2.11 fake CUDA tensors need a driver, and "
@@ -72,8 +68,6 @@ def ranks(monkeypatch):
     dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
     for name in COLLECTIVES:
         monkeypatch.setattr(dist, name, record(name, getattr(dist, name)))
-    # ranks compare a new shape once, on the CPU
-    monkeypatch.setattr(dist, "all_gather_object", lambda found, mine: found.__init__([mine] * 8))
     monkeypatch.setattr(common, "SyncBatchNorm", FakeSyncBatchNorm)
     yield calls
     dist.destroy_process_group()
@@ -85,7 +79,7 @@ class FakeSyncBatchNorm:
     @staticmethod
     def apply(x, weight, bias, running_mean, running_var, eps, momentum, group, world):
         statistics = x.new_empty(1, 2 * x.shape[1] + 1, dtype=torch.float32)
-        getattr(dist, ALL_GATHER)(statistics.new_empty(world, *statistics.shape[1:]), statistics)
+        dist.all_gather([torch.empty_like(statistics) for _ in range(world)], statistics)
         return torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
 
 
@@ -139,7 +133,7 @@ def test_ranks_leave_no_tensor_on_the_cpu_and_exchange_in_the_same_order(fake, w
         with torch.autocast("cuda", torch.bfloat16):
             assert {x.device.type for x in model.diagnose(batch).values()} <= {"cuda"}
         assert waits == []
-    assert {call for order in orders for call, *_ in order} <= {ALL_GATHER}
+    assert {call for order in orders for call, *_ in order} <= {"all_gather"}
     assert {dtype for order in orders for _, dtype, *_ in order} <= {torch.float32, torch.int64}
     if name not in RAGGED:
         assert orders[0] == orders[-1]
@@ -204,7 +198,8 @@ def test_our_own_backward_passes_stay_on_the_gpu(fake, waits, ranks, monkeypatch
         stair.all_ranks(turned)
     assert waits == ["nonzero"]
     assert sum("index_add" in name for name in calls.names) == sums
-    assert [(call, x.is_contiguous()) for call, x in ranks] == [(SCATTER, True), (ALL_GATHER, True)]
+    assert [(call, x.is_contiguous()) for call, x in ranks] == [
+        ("all_reduce", True), ("all_gather", True)]
 
 
 def test_distortions_and_metrics_leave_no_tensor_on_the_cpu(fake):
