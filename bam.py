@@ -287,16 +287,11 @@ class Gather(torch.autograd.Function):
 
 def in_fp32(function, *args, **kwargs):
     """Call the function with all arguments (...) in one dtype, float32 or float64. A scale, which
-    has no dimension, keeps its own. Raises ValueError if a loss gets no samples: its mean would be
-    NaN."""
+    has no dimension, keeps its own."""
     def is_cast(x):
         return torch.is_tensor(x) and x.is_floating_point() and x.ndim > 0
 
     tensors = [x for x in (*args, *kwargs.values()) if is_cast(x)]
-    is_loss = function.__name__.endswith(("loss", "losses"))
-    if not tensors or is_loss and not tensors[0].numel():
-        raise ValueError(f"{function.__name__} needs tensors of floats with one sample or more, "
-                         f"not of the shapes {[tuple(x.shape) for x in tensors]}.")
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
     args = [x.to(dtype) if is_cast(x) else x for x in args]
     kwargs = {name: x.to(dtype) if is_cast(x) else x for name, x in kwargs.items()}

@@ -338,16 +338,11 @@ class Gather(torch.autograd.Function):
 
 def in_fp32(function, *args, **kwargs):
     """Call the function with all arguments (...) in one dtype, float32 or float64. A scale, which
-    has no dimension, keeps its own. Raises ValueError if a loss gets no samples: its mean would be
-    NaN."""
+    has no dimension, keeps its own."""
     def is_cast(x):
         return torch.is_tensor(x) and x.is_floating_point() and x.ndim > 0
 
     tensors = [x for x in (*args, *kwargs.values()) if is_cast(x)]
-    is_loss = function.__name__.endswith(("loss", "losses"))
-    if not tensors or is_loss and not tensors[0].numel():
-        raise ValueError(f"{function.__name__} needs tensors of floats with one sample or more, "
-                         f"not of the shapes {[tuple(x.shape) for x in tensors]}.")
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
     args = [x.to(dtype) if is_cast(x) else x for x in args]
     kwargs = {name: x.to(dtype) if is_cast(x) else x for name, x in kwargs.items()}
@@ -378,9 +373,6 @@ def check_scale(scale):
     no logarithm give 1 * p."""
     if isinstance(scale, nn.Parameter):
         raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
-    if torch.is_tensor(scale) and scale.numel() != 1:
-        raise ValueError(f"scale is one number, not of shape {tuple(scale.shape)}: are arguments "
-                         "swapped?")
     # NaN passes: the loss of a training that diverges is NaN, and is not the fault of an argument
     if (not torch.is_tensor(scale) or readable(scale)) and (scale < 1 or scale > 101):
         raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
@@ -415,13 +407,11 @@ def checked_words(tokens, patches, mask, scale):
 
 
 def as_bools(mask, shape):
-    """A mask of bools, or of 0 and 1 -> of bools. Raises ValueError for another shape, for floats
-    (an additive mask) and for other numbers (token ids)."""
+    """A mask of bools, or of 0 and 1 -> of bools. Raises ValueError for another shape, and for
+    floats (an additive mask)."""
     if mask.shape != shape or mask.is_floating_point():
         raise ValueError(f"A mask needs the shape {tuple(shape)} and bools, not "
                          f"{tuple(mask.shape)} and {mask.dtype}.")
-    if readable(mask) and (mask != mask.bool()).any():
-        raise ValueError(f"A mask needs bools, or 0 and 1, not {mask.min()} to {mask.max()}.")
     return mask.bool()
 
 

