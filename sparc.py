@@ -71,7 +71,7 @@ class Config:
 
 
 # Below the core: in_fp32, Gather, own_columns, in_rows, mean_of_batch, softmax_weights,
-# Residual, and what refuses wrong arguments (check_..., checked_...).
+# Residual, and what refuses wrong arguments (check_scale, checked_words, checked_mask).
 
 
 def fp32(function):
@@ -99,7 +99,7 @@ def all_ranks(x):
 def global_loss(v, t, scale, *, gather=all_ranks):
     """CLIP's loss. v, t (B, E): vbar, tbar of this rank, normalised here -> scalar. scale: 1 / tau,
     from 1 to 100. gather: see all_ranks."""
-    check_pairs(v, t, scale)
+    check_scale(scale)
     v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)  # vbar and tbar of length 1
     v_to_t = scale * v @ gather(t).T                 # (B, world * B)  cos(vbar_i, tbar_j) / tau
     t_to_v = scale * t @ gather(v).T                 # (B, world * B)  cos(tbar_i, vbar_j) / tau
@@ -117,7 +117,6 @@ def alignment_weights(tokens, patches, threshold=None):
     """The weight that each token gives each patch; the weights of a token sum to 1.
     tokens (B, L, E), patches (B, P, E) -> a (B, L, P). threshold: sigma, at most 1; None: 1 / P."""
     sigma = 1 / patches.shape[1] if threshold is None else threshold
-    check_sigma(sigma)
     s = tokens @ patches.transpose(1, 2)                        # (B, L, P)
     low, high = s.amin(-1, keepdim=True), s.amax(-1, keepdim=True)  # (B, L, 1)
     equal = high == low                                             # (B, L, 1)
@@ -159,7 +158,7 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
     """The fine-grained loss L_f (Eq. 6). Embeddings t_l (B, L, E) and v_p (B, P, E), not
     normalised -> scalar. mask (B, L): True on words: words_only(the mask of the token ids).
     scale: 1 / tau, from 1 to 100. align: see Eq. 5. Only token_mean="batch" uses gather."""
-    words = checked_words(tokens, patches, mask, scale)         # (B, L)
+    words = checked_words(tokens, mask, scale)                  # (B, L)
     tokens = tokens.masked_fill(~words[..., None], 0.0)         # weight 0 * NaN would be NaN
 
     def losses_of(t, v, words):
@@ -169,8 +168,8 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
     # = losses_of(tokens, patches, words), for some captions at a time, to save memory (below)
     losses = in_rows(losses_of, tokens, patches, words, size=tokens.shape[1] * patches.shape[1])
     count = words.sum(1)                                        # (B,), L_i
-    if token_mean != "caption":  # "batch": listing 1 (mean_of_batch, below)
-        return mean_of_batch(losses, count, token_mean, gather)
+    if token_mean == "batch":  # listing 1
+        return mean_of_batch(losses, count, gather)             # below
     return (losses / count.clamp(min=1)).mean()                 # 1/B sum_i loss_i / L_i
 
 
@@ -196,7 +195,6 @@ class Model(nn.Module):
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
-        check_encoder(image_encoder)
         self.config = config
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         kind = {"plain": nn.Sequential, "residual": Residual}[config.h_v]  # Residual: below
@@ -378,31 +376,10 @@ def check_scale(scale):
         raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
 
 
-def check_pairs(v, t, scale):
-    """Raise ValueError if v and t are not (B, E), or scale is wrong."""
+def checked_words(tokens, mask, scale):
+    """The mask of the words of tokens (B, L, E) as bools (B, L). Raises ValueError if mask or scale
+    are wrong."""
     check_scale(scale)
-    if v.shape != t.shape or v.ndim != 2:
-        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
-                         "need (B, E).")
-
-
-def check_sigma(sigma):
-    if not 0 <= sigma <= 1:
-        raise ValueError(f"The threshold sigma must lie in [0, 1]: {sigma}.")
-
-
-def check_encoder(image_encoder):
-    if image_encoder.cls is False:
-        raise ValueError("image_encoder.cls is False, but must be None if there is no [CLS].")
-
-
-def checked_words(tokens, patches, mask, scale):
-    """The mask of words (B, L) as bools. Raises ValueError if tokens are not (B, L, E), patches not
-    (B, P, E), or mask or scale are wrong."""
-    check_scale(scale)
-    if not tokens.ndim == patches.ndim == 3 or tokens.shape[::2] != patches.shape[::2]:
-        raise ValueError(f"tokens need (B, L, E), patches (B, P, E), with one B and one E, not "
-                         f"{tuple(tokens.shape)} and {tuple(patches.shape)}.")
     return as_bools(mask, tokens.shape[:2])
 
 
@@ -485,8 +462,6 @@ class FullModel(Model):
         """Scalars to log: L_f of captions with WRONG images, and how many patches a word uses. If
         L_f is as low with wrong images as with the right ones, the images do not matter to L_f."""
         images, ids, mask = (batch[name][:256] for name in ("images", "tokens", "mask"))
-        if len(images) < 2:
-            return {}  # there is no wrong image
         tokens = self.g_t(self.text_encoder(ids, mask))             # (B, L, E)
         patches = self.g_v(self.patch_outputs(images))              # (B, P, E)
         wrong = fine_grained_loss(tokens, patches.roll(1, 0), words_only(mask),
@@ -525,13 +500,11 @@ def in_rows(function, *rows, size, limit=2**24):
                       for part in parts])
 
 
-def mean_of_batch(losses, count, token_mean, gather):
+def mean_of_batch(losses, count, gather):
     """Listing 1: the mean of L_f over the words of all captions on all ranks. losses, count (B,):
     sums over the words of a caption, and their number -> scalar. Each rank divides its sum by the
     same number, the mean number of words of a rank. The mean of the ranks' losses is then the loss
     of one process."""
-    if token_mean != "batch":
-        raise ValueError(f"token_mean must be caption or batch, not {token_mean!r}.")
     words = gather(count.to(losses.dtype)[:, None]).mean()  # words of a caption, on average
     return losses.sum() / (len(count) * words).clamp(min=1)
 
@@ -616,8 +589,6 @@ def most_similar(x, y, keep):
     """FILIP's token dropping: each image or caption of x keeps the fraction `keep` of its tokens.
     These are the tokens with the largest cosine to any token of any y. x (b, N, E), y (b, M, E)
     -> (b, N', E)."""
-    if keep == 1:
-        return x
     with torch.no_grad():
         best = in_chunks(best_cosines, x, y).amax(1).masked_fill(~x.any(-1), -2.0)  # (b, N)
         # without - 1e-4, ceil(0.6 * 25) would be 16 in float32
@@ -637,7 +608,7 @@ def filip_loss(tokens, patches, mask, scale, *, keep=0.2, gather=all_ranks):
     FLOPs (--preset b16 --dry-run 256), and 80 % takes 7.5 times. Table 11 has 2.98. PACL and GLoRIA
     cost less here than there (1.08 and 1.40, 2.42 and 5.77), because their forms are cheaper.
     """
-    mask = checked_words(tokens, patches, mask, scale)
+    mask = checked_words(tokens, mask, scale)
     tokens = tokens.masked_fill(~mask[..., None], 0.0)
     patches = F.normalize(patches, dim=-1)
     tokens = F.normalize(tokens, dim=-1)                            # 0 where no word is
@@ -689,7 +660,7 @@ def gloria_loss(tokens, patches, mask, scale, *, gather=all_ranks):
         z = (scale * cos).masked_fill(~words, torch.finfo(s.dtype).min).logsumexp(2)
         return z.masked_fill(~words.any(1), 0.0)                        # (b, c), Z / tau
 
-    mask = checked_words(tokens, patches, mask, scale)
+    mask = checked_words(tokens, mask, scale)
     tokens = tokens.masked_fill(~mask[..., None], 0.0)
     gram = patches @ patches.transpose(1, 2)                        # (b, P, P)
     captions = gather_captions(tokens, gather)                      # (B, L', E)
@@ -704,8 +675,7 @@ def mgca_loss(tokens, patches, mask, word_context, patch_context, scale):
     tokens (b, L, E), patches (b, P, E), mask (b, L): True on words; word_context (b, L, E): the
     attention output of each word over patches; patch_context (b, P, E): of each patch over words.
     """
-    check_scale(scale)
-    mask = as_bools(mask, tokens.shape[:2])
+    mask = checked_words(tokens, mask, scale)
     patch_mask = mask.any(1, keepdim=True).expand(patches.shape[:2])    # (b, P)
     of_words = sequence_losses(word_context, tokens, mask, scale) / mask.sum(1).clamp(min=1)
     of_patches = sequence_losses(patch_context, patches, patch_mask, scale)
@@ -723,7 +693,7 @@ def prototype_loss(v, t, prototypes, scale, *, gather=all_ranks):
     learned tau: zero-shot was .941. Zero-shot was .855 with three learned tau that start at the
     constants of MGCA's code (36 patches, --data shapes, seed 0).
     """
-    check_pairs(v, t, scale)
+    check_scale(scale)
     v, t, prototypes = (F.normalize(x, dim=-1) for x in (v, t, prototypes))
     s = torch.stack([v @ prototypes.T, t @ prototypes.T])           # (2, b, K)
     # Sinkhorn-Knopp, 3 iterations (D.4): scale columns to sum 1 over all ranks, then rows
@@ -1106,15 +1076,9 @@ class Detector(nn.Module):
         return math.nan  # it depends on the boxes
 
 
-def check_detector(args):
-    if not args.finetune:
-        raise ValueError("a detector needs a trained run: give --finetune RUN, a run of --method "
-                         "sparc")
-
-
 # For train.py and eval.py this is a method like the four files: common.Method lists its members.
 DETECTOR = SimpleNamespace(
-    Config=DetectorConfig, PRESETS=DETECTOR_PRESETS, Model=Detector, check=check_detector,
+    Config=DetectorConfig, PRESETS=DETECTOR_PRESETS, Model=Detector,
     content=lambda args: "boxes", vit_settings=lambda args: {"drop_path": args.drop_path})
 
 

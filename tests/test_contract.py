@@ -331,10 +331,9 @@ UNEQUAL_VIEWS = {"views": [torch.randn(n, 3, 16, 16) for n in (3, 1)]}
 
 @pytest.mark.parametrize("loss", CONTRASTIVE)
 @pytest.mark.parametrize("v, t, message", [
-    (V_AND_T[0], torch.randn(B + 1, E), r"captions \(5, 5\)|equally many"),
+    (V_AND_T[0], torch.randn(B + 1, E), r"captions \(5, 5\)|equally many|4.* 5"),
     (V_AND_T[0, :1], V_AND_T[1, :1], "two or more"),
-    (V_AND_T[0, 0], V_AND_T[1, 0], r"\(5,\).*need \(B|to unpack"),
-    (V_AND_T[0, :0], V_AND_T[1, :0], "two or more|one sample or more")])
+    (V_AND_T[0, :0], V_AND_T[1, :0], "two or more")])
 def test_contrastive_losses_refuse_what_has_no_pairs(loss, v, t, message):
     with pytest.raises(ValueError, match=message):
         loss(v, t, 10.0)
@@ -402,20 +401,14 @@ def test_masks_of_floats_or_with_padding_first_are_refused(call, mask, message):
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda: FINE(TOKENS, PATCHES[..., :3], MASK, 9.0), r"\(4, 6, 5\) and \(4, 9, 3\)"),
-    (lambda: FINE(TOKENS, PATCHES[0], MASK, 9.0), r"\(4, 6, 5\) and \(9, 5\)"),
     (lambda: FINE(TOKENS, PATCHES, MASK[:1], 9.0), r"\(4, 6\) and bools, not \(1, 6\)"),
-    (lambda: FINE(TOKENS, PATCHES, MASK, 9.0, token_mean="tokens"), "'tokens'"),
-    (lambda: sparc.alignment_weights(TOKENS, PATCHES, 1.5), r"\[0, 1\]: 1.5"),
     (lambda: sparc.gloria_loss(PATCHES, TOKENS, MASK, 9.0), r"\(4, 9\)"),
     (lambda: HEAD(TOKENS, MASK[:1]), r"\(4, 6\) and bools, not \(1, 6\)"),
     (lambda: SPARO(TOKENS, MASK), "eos_idx needs 4 indices .*True"),
     (lambda: SPARO(TOKENS, MASK.sum(1)), "from -1 to 5, not .*6"),
     (lambda: SPARO(TOKENS, torch.tensor([-2, 1, 1, 1])), r"from -1 to 5, not .*\[-2"),
-    (lambda: sparc.Model(sparc.Config(), NO_CLS, None, 5, 5), "cls is False"),
     (lambda: bam.Model(bam.Config(), NO_CLS, None, 5, 5), "needs .CLS."),
     (lambda: sparo.normalize_slots(V_AND_T[0]), "expected 3, got 2"),
-    (lambda: sparc.prototype_loss(*V_AND_T[:, :, None], V_AND_T[0], 9.0), r"\(4, 1, 5\)"),
     *((lambda loss=loss: loss(*V_AND_T, 9.0, **TWICE), "process group") for loss in CONTRASTIVE),
     (lambda: bam.bam_loss(V_AND_T[0], 2, **TWICE), "process group"),
     (lambda: bam.ablated_loss(V_AND_T[0], 2, None, 2, bam.Settings(target="onehot"), **TWICE),
@@ -436,7 +429,6 @@ def test_wrong_shapes_masks_and_numbers_raise_errors_that_name_them(call, messag
 
 @pytest.mark.parametrize("name, settings, error", [
     ("sparc", dict(align="softmx"), "'softmx'"), ("sparc", dict(h_v="residuel"), "'residuel'"),
-    ("sparc", dict(token_mean="tokens"), "'tokens'"),
     ("sparo", dict(readout="attpool", heads="both"), "'both'"),
     ("bam", dict(mask="Zero"), "'Zero'"), ("bam", dict(readout="mean"), "'mean'"),
     ("bam", dict(target="plain"), "'plain'"),

@@ -150,7 +150,6 @@ def test_model_loss_equals_equation_7_on_words():
     torch.testing.assert_close(out["global"], loss_g.detach())
     torch.testing.assert_close(out["local"], loss_f.detach())
     torch.testing.assert_close(out["loss"], 0.5 * loss_g + 3.0 * loss_f)
-    assert model.diagnose({name: x[:1] for name, x in batch.items()}) == {}  # no wrong image
     torch.testing.assert_close(model.encode_text(*padded(batch)), F.normalize(t, dim=-1))
     for encoded, expected in ((model.encode_image(batch["images"]), v),
                               (model.encode_text(batch["tokens"], batch["mask"]), t),
