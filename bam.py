@@ -69,8 +69,7 @@ class Config:
     activation: Literal["gelu", "relu"] = "gelu"  # of the projector. ResNet-50 has relu (App. C)
 
 
-# Below the core: in_fp32, Gather, same_image, matching_loss, Projector, Teacher, by_size, to_log,
-# and what refuses wrong arguments (check_..., checked_...).
+# Below the core: in_fp32, Gather, same_image, matching_loss, Projector, Teacher, by_size, to_log.
 
 
 def fp32(function):
@@ -156,7 +155,6 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
     (iters is sinkhorn_iters there). All ranks have n images.
     """
     G = n_views if n_global is None else n_global
-    check_temperatures(tau, tau_b, iters)
     z, z_m, c, is_same = arrange(z, n_views, G, teacher, mask, gather)
     with torch.no_grad():  # targets have no gradient (Sec. 4.1)
         S_hat = similarities(z_m, c, is_same, mask)                          # (k, n, m)
@@ -171,7 +169,6 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
 def arrange(z, n_views, n_global, z_m, mask, gather):
     """Latents z, z_m (k n, E), z_m may be None -> z, z_m (k, n, E) and the columns c (m, E), all of
     length 1, and is_same (k, n, m)."""
-    check_latents(z, n_views, n_global, z_m)
     z = F.normalize(z, dim=-1).unflatten(0, (n_views, -1))               # (k, n, E)
     z_m = z if z_m is None else F.normalize(z_m.detach(), dim=-1).view(z.shape)
     c = gather(z_m[:n_global].flatten(0, 1))  # (m, E)  differs: columns of large views alone
@@ -186,7 +183,6 @@ class Model(nn.Module):
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
-        check_readout(config.readout, image_encoder)
         self.config, self.image_encoder = config, image_encoder
         self.projector = Projector(image_width, config)        # three linear layers (below)
         self.teacher = Teacher(self.student()) if config.teacher else None  # a copy (below)
@@ -197,7 +193,7 @@ class Model(nn.Module):
     def forward(self, batch, gather=all_ranks):
         """batch["views"]: list of k views (n, 3, s, s), two large first -> {"loss", scalars}."""
         z_m = None
-        views = checked_views(batch["views"])
+        views = batch["views"]
         if self.teacher:  # first, as the student's activations would lie in memory meanwhile
             with torch.no_grad():
                 _, z_m = self.latents(self.teacher, views, gather)             # (k, n, E)
@@ -224,7 +220,6 @@ class Model(nn.Module):
     @torch.no_grad()
     def after_update(self, step, steps):
         """teacher = momentum * teacher + (1 - momentum) * student (Sec. 3.5)."""
-        check_step(step, steps)
         if self.teacher:
             # The momentum rises to 1 (main_pretrain.py:261). step + 1: the authors make this update
             # at the start of the next step (wrappers.py:103).
@@ -282,7 +277,10 @@ class Gather(torch.autograd.Function):
         return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-# Checks -----------------------------------------------------------------------------------
+# Helpers of the loss ------------------------------------------------------------------------
+
+
+CHUNK = 2**24  # the most entries of S that the loss holds at a time
 
 
 def in_fp32(function, *args, **kwargs):
@@ -300,60 +298,11 @@ def in_fp32(function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
-def check_latents(z, k, G, teacher):
-    """Raise ValueError if z, or the teacher's latents where given, are not (k * n, E)."""
-    n = len(z) // max(1, k)
-    shapes = [tuple(x.shape) for x in (z, teacher) if x is not None]
-    if k < 2 or not 1 <= G <= k or z.ndim != 2 or {*shapes} != {(k * n, z.shape[1])}:
-        raise ValueError(f"z and teacher have the shapes {shapes}, n_views is {k}, n_global {G}: "
-                         "both need (n_views * n, E), n_views 2 or more, n_global 1 to n_views.")
-
-
-def check_temperatures(tau, tau_b, iters):
-    if iters < 1 or not 0 < min(tau, tau_b) <= max(tau, tau_b) <= 1:
-        raise ValueError(f"iters is {iters} (1 or more), tau {tau}, tau_b {tau_b} (above 0 to 1).")
-
-
-def check_views(h):
-    if h.ndim != 3:
-        raise ValueError(f"The projector needs h (k, n, d), not {tuple(h.shape)}.")
-
-
-def check_readout(readout, image_encoder):
-    no_cls = image_encoder.cls is None or image_encoder.cls is False
-    if {"cls": no_cls, "gap": False}[readout]:
-        raise ValueError("readout cls needs [CLS], but image_encoder.cls is None: choose gap.")
-
-
-def check_step(step, steps):
-    if step >= steps:
-        raise ValueError(f"step {step} is not within {steps} steps: count all updates from 0.")
-
-
-def checked_views(views):
-    """Raise ValueError if `views` is a tensor, or has unequal numbers of images, or small views
-    first."""
-    shapes = [tuple(view.shape) for view in views]
-    is_list = not torch.is_tensor(views) and len({shape[0] for shape in shapes}) == 1
-    if not is_list or shapes[0][-1] < shapes[-1][-1]:
-        raise ValueError(f"views needs a list of tensors (n, 3, s, s) with one number n of images; "
-                         f"large views come first. It has {shapes}.")
-    return views
-
-
-# Helpers of the loss ------------------------------------------------------------------------
-
-
-CHUNK = 2**24  # the most entries of S that the loss holds at a time
-
-
 def same_image(z, n_global, c, mask):
     """Which rows z (k, n, E) and columns c (m, E) show one image -> (k, n, m). With mask="self"
     they show one view; with "none" no entry is True. Rank i is taken to have the i-th part of c, so
     a gather that joins only some ranks gives wrong pairs."""
     k, n = z.shape[:2]
-    if len(c) < 2 * n_global:
-        raise ValueError("The loss compares images: the global batch needs two or more.")
     rank = dist.get_rank() if len(c) > n_global * n else 0
     column = torch.arange(len(c), device=z.device)  # a rank's columns are view after view
     image = column // (n_global * n) * n + column % n                    # (m,), of all ranks
@@ -414,7 +363,6 @@ class Projector(nn.ModuleList):
                 nn.init.zeros_(self[-1].bias)
 
     def forward(self, h, gather=all_ranks):  # h (k, n, d) -> z (k, n, E)
-        check_views(h)
         for i, layer in enumerate(self):
             if isinstance(layer, nn.Linear) and i > 0:
                 h = self.activation(h)
@@ -643,9 +591,6 @@ def check(args):
     if args.target == "moco" and (args.local_crops or not args.teacher):
         raise ValueError("--target moco needs two views and the moving average: give "
                          "--local-crops 0 --teacher.")
-    if args.crop_least > args.crop_border:
-        raise ValueError(f"--crop-least {args.crop_least} must not be above --crop-border "
-                         f"{args.crop_border}.")
     if args.contrastive_crop and args.crop_start >= args.steps:
         raise ValueError(f"--crop-start {args.crop_start} must be below --steps {args.steps}: "
                          "lower --crop-start, or give --no-contrastive-crop.")
@@ -711,30 +656,19 @@ class LARS(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, trust=trust))
 
     @torch.no_grad()
-    def step(self, closure=None):
-        loss = None if closure is None else torch.enable_grad()(closure)()
+    def step(self):
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            # _foreach functions update all parameters at once. On a GPU, one kernel for each
-            # parameter would take longer to start than to run.
             decays = group.get("decays", True)
-            decay = torch._foreach_mul(params, group["weight_decay"] * decays)
-            update = torch._foreach_add([p.grad for p in params], decay)
-            if decays:
-                size, update_size = (torch.stack(torch._foreach_norm(x)) for x in (params, update))
-                scale = group["trust"] * size / update_size                      # (n,)
-                scale = torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
-                update = torch._foreach_mul(update, list(scale))
-            for p in params:
-                if "momentum" not in self.state[p]:
-                    self.state[p]["momentum"] = torch.zeros_like(p)
-            momentum = [self.state[p]["momentum"] for p in params]
-            torch._foreach_mul_(momentum, group["betas"][0])
-            torch._foreach_add_(momentum, update)
-            torch._foreach_sub_(params, torch._foreach_mul(momentum, group["lr"]))
-        return loss
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                update = p.grad + group["weight_decay"] * decays * p
+                if decays:
+                    scale = group["trust"] * p.norm() / update.norm()
+                    update = update * torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
+                state = self.state[p]
+                state["momentum"] = group["betas"][0] * state.get("momentum", 0.0) + update
+                p.sub_(group["lr"] * state["momentum"])
 
 
 # Ablations (Table 1) and SimCLR (App. H) --------------------------------------------------
@@ -761,15 +695,12 @@ class Ablation(FullModel):
 
 def ablated_loss(z, n_views, teacher, n_global, config, gather=all_ranks):
     """bam_loss with the target and the normalization of `config` (Settings) -> the loss, the mean
-    entropies of the rows of A and of B. Raises ValueError or KeyError for a wrong setting."""
+    entropies of the rows of A and of B. Raises KeyError for a wrong setting."""
     cfg, k, G = config, n_views, n_views if n_global is None else n_global
     is_global = {"global": True, "block": False}[cfg.normalization]
     mask = "self" if cfg.target == "onehot" else cfg.mask
     z, z_m, c, is_same = arrange(z, k, G, teacher, mask, gather)
     if cfg.target == "onehot":
-        if G < 2 or not is_global:
-            raise ValueError('SimCLR (target="onehot") needs two or more large views and '
-                             'normalization="global".')
         return simclr_loss(z, c, is_same, G, cfg.tau)
     # Eq. 2 with tau_B; if tau_B = tau: the unbalanced row of Table 1. differs: Eq. 2 has A on both
     # sides, so that both could have a gradient. Here the target has none, as Sec. 4.1 says of B.
@@ -873,7 +804,7 @@ class MoCo(FullModel):
         return h, projector(h, gather)                                       # (2, n, E)
 
     def forward(self, batch, gather=all_ranks):
-        views = checked_views(batch["views"])
+        views = batch["views"]
         with torch.no_grad():
             k = self.latents(self.teacher, views, gather)[1]
         h, z = self.latents(self.student(), views, gather)
@@ -1098,15 +1029,9 @@ def contours(masks):
 
 def near(masks, radius):
     """Masks (n, H, W) -> the pixels at most `radius` away from a pixel of the mask."""
-    H, W = masks.shape[1:]
-    found = torch.zeros_like(masks)
-    sums = F.pad(masks.int(), (radius + 1, radius)).cumsum(2)               # (n, H, W + 2 r + 1)
-    for dy in range(min(radius, H - 1) + 1):
-        w = math.isqrt(radius**2 - dy**2)  # how far the disk reaches to the side, dy rows away
-        hit = sums[:, :, radius + 1 + w :][:, :, :W] > sums[:, :, radius - w :][:, :, :W]
-        found[:, dy:] |= hit[:, : H - dy]
-        found[:, : H - dy] |= hit[:, dy:]
-    return found
+    steps = torch.arange(-radius, radius + 1, device=masks.device)
+    disk = (steps[:, None] ** 2 + steps**2 <= radius**2).float()            # (2 r + 1, 2 r + 1)
+    return F.conv2d(masks[:, None].float(), disk[None, None], padding=radius)[:, 0] > 0.5
 
 
 def j_and_f(soft, truth, grid, patch_size):

@@ -962,7 +962,6 @@ def test_images_with_captions_are_not_mirrored_by_default(name, usual, monkeypat
         step = transform.transforms[0] if isinstance(transform, common.Augment) else transform
         return step.keywords["flip"]
 
-    monkeypatch.setattr(train, "check_method", lambda args: None)  # a detector needs a run
     for given, flip in (([], usual), (["--flip", "1"], 1), (["--flip", "0"], 0)):
         args = train.parse_args([*SMALL.get(name, ["--method", name]), *given])
         method = evaluation.METHODS[args.method]
