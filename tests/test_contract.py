@@ -403,49 +403,14 @@ def test_masks_of_floats_or_with_padding_first_are_refused(call, mask, message):
     (lambda: FINE(TOKENS, PATCHES, MASK[:1], 9.0), r"\(4, 6\) and bools, not \(1, 6\)"),
     (lambda: sparc.gloria_loss(PATCHES, TOKENS, MASK, 9.0), r"\(4, 9\)"),
     (lambda: HEAD(TOKENS, MASK[:1]), r"\(4, 6\) and bools, not \(1, 6\)"),
-<<<<<<< HEAD
     (lambda: SPARO(TOKENS, MASK), "eos_idx needs 4 indices .*True"),
     (lambda: SPARO(TOKENS, MASK.sum(1)), "from -1 to 5, not .*6"),
     (lambda: SPARO(TOKENS, torch.tensor([-2, 1, 1, 1])), r"from -1 to 5, not .*\[-2"),
-    (lambda: bam.Model(bam.Config(), NO_CLS, None, 5, 5), "needs .CLS."),
-=======
-    (lambda: SPARO(TOKENS, MASK), r"eos_idx needs 4 indices .*\(4, 6\)"),
-    (lambda: SPARO(TOKENS, MASK.float().sum(1)), "torch.float32"),
-    (lambda: SPARO(TOKENS, MASK.sum(1)), "from 3 to 6, but there are 6"),
-    (lambda: SPARO(TOKENS, torch.tensor([-2, 1, 1, 1])), "from -2"),
-    (lambda: SPARO(TOKENS, MASK[:, 0]), "torch.bool"),
-    (lambda: SPARO(TOKENS[0]), r"\(B, n, 5\), not \(6, 5\)"),
-    (lambda: SPARO(TOKENS[..., :3]), r"\(B, n, 5\), not \(4, 6, 3\)"),
-    (lambda: HEAD(TOKENS[:, 0]), r"\(B, n, 5\), not \(4, 5\)"),
-    (lambda: HEAD(TOKENS[..., :3]), r"\(B, n, 5\), not \(4, 6, 3\)"),
-    (lambda: HEAD(TOKENS, MASK, revived=MASK), r"\(4, 11\) and bools, not \(4, 6\)"),
-    *((lambda special=special: stair.TokenProjectionHead(E, nn.Embedding(11, E), special),
-       r"from 0 to 10, not \[") for special in ((None,), (-1,), (11,), (True,), torch.arange(2))),
-    (lambda: sparo.refuse_without_cls(NO_CLS), "needs .CLS."),
->>>>>>> a83ade9 (bam.py: checks without a victim leave; LARS by parameter; near by conv2d)
     (lambda: sparo.normalize_slots(V_AND_T[0]), "expected 3, got 2"),
     *((lambda loss=loss: loss(*V_AND_T, 9.0, **TWICE), "process group") for loss in CONTRASTIVE),
     (lambda: bam.bam_loss(V_AND_T[0], 2, **TWICE), "process group"),
     (lambda: bam.ablated_loss(V_AND_T[0], 2, None, 2, bam.Settings(target="onehot"), **TWICE),
-     "process group"),
-<<<<<<< HEAD
-    (lambda: tiny_model("bam").after_update(8, 8), "step 8"),
-    *((lambda sizes=sizes: tiny_model("bam")(make_views(2, sizes)), "large views come")
-      for sizes in ((8, 8, 16), (8, 16, 16))),
-    (lambda: tiny_model("bam")({"views": torch.randn(2, 4, 3, 16, 16)}), "views needs a list"),
-    (lambda: tiny_model("bam")(UNEQUAL_VIEWS), "one number n of images"),
-    (lambda: PROJECTOR(TOKENS[0], bam.all_ranks), r"\(k, n, d\), not \(6, 5\)"),
-    (lambda: bam.bam_loss(TOKENS[0], 2, iters=0), "iters is 0"),
-    (lambda: bam.bam_loss(TOKENS[0], 2, tau=0.0), "tau 0.0"),
-    (lambda: bam.bam_loss(TOKENS[0], 2, tau=10), "tau 10")])
-=======
-    (lambda: tiny_model("stair").begin_stage(4, fresh=True), "not 4"),
-    *((lambda name=name: tiny_model(name).after_update(8, 8), "step 8")
-      for name in ("stair", "dino")),
-    *((lambda sizes=sizes: tiny_model("dino")(make_views(2, sizes)), "large views come")
-      for sizes in ((8, 8, 16), (8, 16, 16))),
-    (lambda: tiny_model("dino")(UNEQUAL_VIEWS), "one number B of images")])
->>>>>>> a83ade9 (bam.py: checks without a victim leave; LARS by parameter; near by conv2d)
+     "process group")])
 def test_wrong_shapes_masks_and_numbers_raise_errors_that_name_them(call, message):
     with pytest.raises(ValueError, match=message):
         call()
@@ -454,16 +419,7 @@ def test_wrong_shapes_masks_and_numbers_raise_errors_that_name_them(call, messag
 @pytest.mark.parametrize("name, settings, error", [
     ("sparc", dict(align="softmx"), "'softmx'"), ("sparc", dict(h_v="residuel"), "'residuel'"),
     ("sparo", dict(readout="attpool", heads="both"), "'both'"),
-<<<<<<< HEAD
-    ("bam", dict(mask="Zero"), "'Zero'"), ("bam", dict(readout="mean"), "'mean'"),
-    ("bam", dict(target="plain"), "'plain'"),
-    ("bam", dict(readout="cls", vit=dict(cls=False)), "cls is None")])
-=======
-    ("sparo", dict(grp_size=3), "grp_size=3 .*L=4"), ("sparo", dict(grp_size=0), "grp_size=0 "),
-    ("bam", dict(mask="Zero"), "'Zero'"), ("bam", dict(target="plain"), "'plain'"),
-    ("sparo", dict(readout="bottleneck", vit=dict(cls=False)), "cls is None"),
-    ("dino", dict(readout="cls", vit=dict(cls=False)), "cls is None")])
->>>>>>> a83ade9 (bam.py: checks without a victim leave; LARS by parameter; near by conv2d)
+    ("bam", dict(mask="Zero"), "'Zero'"), ("bam", dict(target="plain"), "'plain'")])
 def test_settings_that_are_no_choice_are_refused(name, settings, error):
     with pytest.raises((ValueError, KeyError), match=error):
         tiny_model(name, **settings)(batch_of(name))

@@ -91,11 +91,6 @@ ERRORS = [
       for name in ("dino", "bam")),
     ("dino --readout fdt", "--objective dino needs --readout sparo, cls or gap, not fdt"),
     ("dino --readout cls --image-encoder ResNet-50 --data shapes:size=64", "a ViT with :cls=1"),
-<<<<<<< HEAD
-    ("bam --crop-least 0.5 --crop-border 0.4", "--crop-least 0.5 must not be above --cr"),
-=======
-    ("dino --crop-least 0.5 --crop-border 0.4", "--crop-least 0.5 must not be above --cr"),
->>>>>>> a83ade9 (bam.py: checks without a victim leave; LARS by parameter; near by conv2d)
     ("bam --batch 1", "--batch 1 must be 2 or more: the loss compares images"),
     *((f"bam --target {name} --normalization block", f"--target {name} has no blocks: leave out")
       for name in ("onehot", "moco")),
