@@ -235,12 +235,14 @@ def train(args, out, device):
     rank, world_size = this_rank()
     method = METHODS[args.method]
 
-    # Build. The data to evaluate on are opened now, because a wrong path would otherwise end the
-    # run with an error after a day of training.
+    # Build. The data of --eval-data are opened now, because a wrong path would otherwise give an
+    # error after a day of training. Other data are opened at the end: a table would be in memory
+    # twice.
     data = open_training_data(args, method)
     tokenizer = build_tokenizer(args, data) if method.uses_text(args) else None
     model = new_model(args, method, tokenizer)
-    eval_data = open_evaluation(args, model) if opens_early(args, model) else None
+    is_asked = (args.eval_data or args.eval_every) and not args.bench
+    eval_data = open_evaluation(args, model) if is_asked else None
     transform = build_transform(args, method, model.image_encoder)
     if args.dry_run:
         if args.out:
@@ -615,11 +617,10 @@ def announce(args, data, model, tokenizer, device, progress):
         print(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
     if tokenizer:
         check_vocabulary(args, data, tokenizer)
-    if args.keep_every:
-        n = args.steps // args.keep_every - progress.step // args.keep_every
-        size, free = checkpoint_size(args, model), shutil.disk_usage(args.out).free
-        print(f"--keep-every {args.keep_every}: {n} more checkpoints need about "
-              f"{n * size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free")
+    is_unlabelled = isinstance(data, common.TarShards) and model.class_scores is None
+    is_file = not isinstance(data, common.World)
+    if not args.eval_data and (is_unlabelled or is_file and by_knn(model)):
+        print("note: the run is evaluated only if --data has splits, or with --eval-data")
 
 
 def checkpoint_size(args, model):
@@ -773,33 +774,18 @@ def by_knn(model):
     return model.encode_text is None and model.class_scores is None
 
 
-def opens_early(args, model):
-    """Whether the data to evaluate on are opened before the training, so that an error is found
-    early. A table of training data is opened for the evaluation only after the training, because
-    the table would be in memory twice. Shards take no memory."""
-    given = args.eval_data or args.eval_every or args.data.lower().endswith(".tar")
-    return bool(given or by_knn(model)) and not args.bench
-
-
 def open_evaluation(args, model):
-    """The data for the evaluation that belongs to the run, or None if no task can use these data.
-    With --eval-data or --eval-every the function raises UserError instead of returning None."""
-    options, data = evaluation.options_of({}, args), None
-    try:
-        with common.explained(UserError, "No evaluation"):
-            with_text = model.encode_text is not None
-            opened = evaluation.open_eval_set(options, args.image_size, with_text)
-            evaluation.tasks_to_run(options, opened, model)
-            pairs = opened.labelled or opened.captioned
-            if pairs and not opened.is_world:
-                next(evaluation.read_images(pairs("first"), common.open_image))
-        data = opened
-    except UserError as error:
-        if args.eval_data or args.eval_every:
-            raise
-        print(f"note: {error}")
-    # if one rank has no data, no rank evaluates, because the other ranks would wait for this rank
-    return data if all(common.gather_objects(data is not None)) else None
+    """The data for the evaluation that belongs to the run. Raises UserError if no task can use
+    these data."""
+    options = evaluation.options_of({}, args)
+    with common.explained(UserError, "No evaluation"):
+        with_text = model.encode_text is not None
+        data = evaluation.open_eval_set(options, args.image_size, with_text)
+        evaluation.tasks_to_run(options, data, model)
+        pairs = data.labelled or data.captioned
+        if pairs and not data.is_world:
+            next(evaluation.read_images(pairs("first"), common.open_image))
+    return data
 
 
 def build_tokenizer(args, data):
@@ -1486,22 +1472,22 @@ def finish(args, embedder, eval_data, progress):
     every_rank = common.gather_objects(common.skipped_by(progress.positions))
     if skipped := common.describe_skipped(common.total_skipped(every_rank)):
         print(f"skipped {skipped}")
-    if not opens_early(args, embedder.model):
-        eval_data = open_evaluation(args, embedder.model)
     failed = []
-    if eval_data is not None:
+    if eval_data is None:
+        try:
+            eval_data = open_evaluation(args, embedder.model)
+        except UserError as error:
+            print(f"note: {error}")
+    # if one rank has no data, no rank evaluates, because the other ranks would wait for this rank
+    if all(common.gather_objects(eval_data is not None)):
         options = evaluation.options_of({}, args)
         print(f"Evaluation on {evaluation.describe(options)}, in fp32:")
         embedder.model.eval()
         embedder.step = progress.step
         evaluation.evaluate_and_show(embedder, eval_data, options, args.out, failed)
-    # a probe needs labels, which the images of this run do not have if eval_data is None
-    flags = " --data TEST --train-data TRAIN" if eval_data is None else ""
-    if embedder.tokenizer and not embedder.model.detect:  # a detector cannot search
-        flags = ' --query "a red ring"' if evaluation.is_shapes(args.data) else ' --query "a dog"'
+    run = shlex.quote(args.out)
     print(f"{args.out} holds the weights, the log and the pictures. To train longer, add --resume "
-          f"--out {shlex.quote(args.out)} and more --steps. Next:\n"
-          f"python eval.py {shlex.quote(args.out)}{flags}")
+          f"--out {run} and more --steps. Next: python eval.py {run}")
     common.wait_for_rank_0()  # all ranks end together
     return common.gather_objects(failed)[0]
 

@@ -16,6 +16,7 @@ import time
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -216,13 +217,29 @@ def test_an_encoder_is_compiled_completely(monkeypatch, build, graphs):
         assert torch._dynamo.config.cache_size_limit > 2 * 24  # blocks in a CLIP of ViT-L/14
 
 
-@pytest.mark.parametrize("name, flags, early", [
-    ("sparc", "", False), ("bam", "", True), ("bam", "--bench 2", False),
-    ("sparc", "--eval-every 5", True), ("sparc", "--eval-data x.csv", True),
-    ("sparc", "--data x.tar", True)])
-def test_only_an_evaluation_that_is_asked_for_opens_its_data_early(name, flags, early):
-    args = train.parse_args([*SMALL[name], *flags.split()])
-    assert train.opens_early(args, tiny_model(name)) == early
+@pytest.mark.parametrize("name, flags, first", [
+    ("sparc", "", "trained"), ("bam", "", "trained"), ("sparc", "--eval-every 5", "opened"),
+    ("sparc", "--eval-every 5 --bench 2", "trained"), ("sparc", "--eval-data x.csv", "opened")])
+def test_only_an_evaluation_that_is_asked_for_opens_its_data_early(monkeypatch, tmp_path, name,
+                                                                   flags, first):
+    for function, message in (("open_evaluation", "opened"), ("open_loader", "trained")):
+        error = UserError(message)
+        monkeypatch.setattr(train, function, mock.Mock(side_effect=error))
+    with pytest.raises(UserError, match=first):
+        train_alone([*SMALL[name], *flags.split(), "--out", tmp_path])
+
+
+@pytest.mark.parametrize("name, kind, noted", [
+    ("sparc", "shards", True), ("sparc", "table", False), ("classifier", "shards", False),
+    ("bam", "shards", True), ("bam", "table", True), ("bam", "shapes", False)])
+def test_the_start_says_that_a_run_needs_data_to_be_evaluated(tmp_path, capsys, name, kind, noted):
+    data = {"table": lambda: common.CaptionTable([("a.jpg", "n")], "x"), "shapes": common.World,
+            "shards": lambda: common.TarShards(write_shards(tmp_path, [1]))}[kind]()
+    for eval_data, expected in ((None, noted), ("x.csv", False)):
+        args = train.Config(out="run", eval_data=eval_data)
+        args.method = name
+        train.announce(args, data, tiny_model(name), None, "cpu", train.Progress())
+        assert ("note: the run is evaluated only" in capsys.readouterr().out) == expected
 
 
 @pytest.mark.parametrize("flags, steps", [
@@ -770,16 +787,6 @@ def test_the_size_of_a_checkpoint_is_known_before_the_first_step(optimizer):
     updates.step()
     torch.save({"model": model.state_dict(), "optimizer": updates.state_dict()}, file)
     assert expected == pytest.approx(file.tell(), rel=0.05)
-
-
-def test_the_start_says_how_much_disk_space_kept_checkpoints_need(tmp_path, capsys, monkeypatch):
-    """A resumed run still has to write those after its step."""
-    monkeypatch.setattr(train, "checkpoint_size", lambda args, model: 2e9)
-    flags = [*SPARC, "--keep-every", 2, "--out", tmp_path]
-    train_alone([*flags, "--steps", 2])
-    train_alone([*flags, "--resume", "--steps", 9])
-    line = "--keep-every 2: (.*) more checkpoints need about (.*) GB, and .* GB are free"
-    assert re.findall(line, capsys.readouterr().out) == [("1", "2.00"), ("3", "6.00")]
 
 
 DIVERGE = ["--lr", "1e30", "--warmup", "1", "--clip-grad", "0"]
