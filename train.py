@@ -617,6 +617,11 @@ def announce(args, data, model, tokenizer, device, progress):
         print(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
     if tokenizer:
         check_vocabulary(args, data, tokenizer)
+    if args.keep_every:
+        n = args.steps // args.keep_every - progress.step // args.keep_every
+        size, free = checkpoint_size(args, model), shutil.disk_usage(args.out).free
+        print(f"--keep-every {args.keep_every}: {n} more checkpoints need about "
+              f"{n * size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free")
     is_unlabelled = isinstance(data, common.TarShards) and model.class_scores is None
     is_file = not isinstance(data, common.World)
     if not args.eval_data and (is_unlabelled or is_file and by_knn(model)):
@@ -1390,15 +1395,13 @@ def warning(args, data, model, scaler, record):
 
 def show_first_batch(args, tokenizer, batch):
     """Draw eight samples of the first batch of rank 0 into first-batch.png, as the model reads
-    them. Print facts about the whole batch."""
+    them. The views of an image stand side by side. Print facts about the whole batch."""
     if this_rank()[0] > 0:
         return
     views = [view[:8].cpu() for view in batch.get("views") or [batch["images"]]]
     pictures = [evaluation.join([*map(evaluation.to_picture, crops)], gap=2)
                 for crops in zip(*views)]
     texts, facts = [("", "")] * len(pictures), f"{args.batch // this_rank()[1]:,} images"
-    if len(views) > 1:
-        facts += f", each in {len(views)} views, which stand side by side"
     if "captions" in batch:
         inputs = batch["tokens"], batch["mask"], batch["captions"]
         texts = evaluation.as_read(tokenizer, *inputs)
@@ -1554,16 +1557,13 @@ def kept_bytes(model, batch):
 
 
 def bench(args, clock, step):
-    """Whether --bench ends after this step. After the last step the rates are printed, in words and
-    as JSON. The clock starts after the first BENCH_WARMUP steps."""
+    """Whether --bench ends after this step. After the last step the rates are printed as JSON. The
+    clock starts after the first BENCH_WARMUP steps."""
     if step == BENCH_WARMUP:
         clock.reset()
     if step < BENCH_WARMUP + args.bench:
         return False
-    rates = clock.rates(args.batch)
-    print(f"{rates['images_per_s']:.1f} images per second; {rates['data_share']:.0%} of the time "
-          f"waits for data; peak memory {rates['peak_memory_bytes'] / 2**30:.2f} GiB\n"
-          f"{json.dumps(rates)}")
+    print(json.dumps(clock.rates(args.batch)))
     return True
 
 
@@ -1595,16 +1595,8 @@ def main(argv=None):
     """Train as the command line says -> the signal that stopped the run, or None."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
     device = common.init_distributed()
-    try:
-        with common.rank_0_prints(), claim_run(args) as out:
-            stopped_by = train(args, out, device)
-    except RuntimeError as error:  # torch raises this error at any line if a worker dies
-        if not str(error).startswith(("DataLoader worker (pid", "DataLoader timed out")):
-            raise
-        raise UserError(f"A data loading worker was killed, or sent no batch for {PATIENCE // 60} "
-                        "minutes, perhaps because /dev/shm is full: lower --workers or --batch, or "
-                        "raise the container's --shm-size. `--resume auto --out "
-                        f"{args.out}` continues the run.") from None
+    with common.rank_0_prints(), claim_run(args) as out:
+        stopped_by = train(args, out, device)
     if dist.is_initialized():  # not reached after an error, as NCCL would wait for other ranks
         dist.destroy_process_group()
     return stopped_by

@@ -311,16 +311,16 @@ def fail():
     raise RuntimeError("the mistake of a user's own code")
 
 
-@pytest.mark.parametrize("error, patience, act, message", [
-    (UserError, 1800, lambda: os.kill(os.getpid(), signal.SIGKILL), "^A .* worker was killed.*shm"),
-    (UserError, 0.4, lambda: time.sleep(0.8), "sent no batch for .*--shm-size.*`--resume auto"),
-    (RuntimeError, 1800, fail, "in DataLoader worker(.|\\n)*of a user's own code")])
-def test_a_worker_that_fails_gives_an_error(tmp_path, monkeypatch, error, patience, act, message):
+@pytest.mark.parametrize("patience, act, message", [
+    (1800, lambda: os.kill(os.getpid(), signal.SIGKILL), "DataLoader worker .pid.*(killed|exited)"),
+    (0.4, lambda: time.sleep(0.8), "DataLoader timed out"),
+    (1800, fail, "in DataLoader worker(.|\\n)*of a user's own code")])
+def test_a_worker_that_fails_gives_an_error(tmp_path, monkeypatch, patience, act, message):
     """If /dev/shm is full, torch's thread that sends a batch dies, but the worker lives on."""
     monkeypatch.setattr(train, "PATIENCE", patience)
     monkeypatch.setattr(train, "LOOK", 0.2)
     monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples: act())
-    with pytest.raises(error, match=message) as found:
+    with pytest.raises(RuntimeError, match=message) as found:
         train.main([*SPARC, "--workers", "1", "--out", str(tmp_path)])
     found.value.__traceback__ = found.value.__context__ = None  # they would keep the workers alive
 
