@@ -349,6 +349,14 @@ def report_unreadable(counts, used):
         print(f"skipped {unread} of {used + unread} images that cannot be read: {reasons}")
 
 
+def in_threads(compute, items, workers):
+    """Yield compute(item) for each item, in order. `workers` threads compute at most 256 results
+    ahead."""
+    with ThreadPool(max(1, workers)) as pool:
+        for part in chunks(items, 256):
+            yield from pool.imap(compute, part)
+
+
 def read_images(pairs, read, workers=0):
     """Pairs (image or file, value) -> yields pairs (image, value). Unreadable files are left out,
     and reported at the end.
@@ -356,12 +364,10 @@ def read_images(pairs, read, workers=0):
     read(file) -> image; `workers` threads call `read`.
     """
     counts, used = {}, 0
-    with ThreadPool(max(1, workers)) as pool:
-        parts = chunks(itertools.starmap(sample_of, pairs), 256)
-        tried = (pool.imap(lambda sample: common.with_image(sample, read), part) for part in parts)
-        samples = common.usable(itertools.chain.from_iterable(tried), counts)
-        for used, sample in enumerate(samples, 1):
-            yield sample.file, sample.value
+    attempt = lambda pair: common.with_image(sample_of(*pair), read)
+    samples = common.usable(in_threads(attempt, pairs, workers), counts)
+    for used, sample in enumerate(samples, 1):
+        yield sample.file, sample.value
     report_unreadable(counts, used)
 
 
@@ -442,11 +448,12 @@ class Embedder:
                 "unknown_tokens": int((tokens == self.tokenizer.unk).sum())}
 
     def in_parts(self, items, compute, what):
-        """Divide an iterable of items into parts -> yields pairs (part, results) on all ranks.
+        """Divide an iterable of items into pieces -> yields compute(piece) for each piece, in
+        order, on all ranks.
 
-        Each rank computes compute(piece) for one piece of every part. The results come in the order
-        of the pieces. An empty piece has no result. A piece of a full part has `chunk` items, as
-        many as a part in one process. The last part is empty. what: the word for items.
+        A part of the items has a piece for each rank, which computes it. A piece of a full part has
+        `chunk` items. An empty piece has no result. The last part is empty. what: the word for
+        items.
         """
         (rank, ranks), items, part = self.share, iter(items), [None]
         with progress(None, "encoding", unit=f" {what}") as bar:
@@ -459,7 +466,7 @@ class Embedder:
                 if len({n for n, _ in found}) > 1:  # ranks that disagree would lose or repeat items
                     raise UserError(f"Ranks found different numbers of {what} to encode: give all "
                                     f"ranks the same files.")
-                yield part, [result for _, result in found if result]
+                yield from (result for _, result in found if result)
                 bar.update(len(part))
 
     @torch.no_grad()
@@ -486,10 +493,9 @@ class Embedder:
             return self.compute(encode, *inputs), self.count(captions, *inputs)
 
         parts = []
-        for _, found in self.in_parts(captions or [""], compute, "captions"):
-            for x, counts in found:
-                parts.append(x)
-                self.counted.update(counts)
+        for x, counts in self.in_parts(captions or [""], compute, "captions"):
+            parts.append(x)
+            self.counted.update(counts)
         if parts[0].ndim == 3:
             longest = max(x.shape[1] for x in parts)
             parts = [F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in parts]
@@ -559,33 +565,29 @@ class Embedder:
         read, and the list of the n values of these images. collect(parts) joins the encodings of
         many parts. read(file, number of the pair) -> image. Without `read` the image is a centre
         crop."""
-        values, counts, disk = [], {}, common.Disk()
-        centre = lambda image, number: image if torch.is_tensor(image) else self.read(image)
+        values, read = [], read or (lambda image, number: self.read(image))
 
         def attempt(row):
-            number, (file, _) = row
-            return common.with_image(sample_of(file), read or centre, number)
+            number, (file, value) = row
+            return common.with_image(sample_of(file, value), read, number)
 
         def compute(piece):
-            images, unread = [], []
-            for sample in pool.imap(attempt, piece):
-                disk.check(sample)
-                images += [] if sample.problem else [sample.file]
-                unread.append(sample._replace(file=None))
+            counts = {}
+            samples = [*common.usable(in_threads(attempt, piece, self.workers), counts)]
             with common.explained(RuntimeError, "Tensors of a list need one size"):
-                images = torch.stack(images) if images else []
-            return self.encode_batches([images], encode) if len(images) else [], unread
+                batches = [torch.stack([sample.file for sample in samples])] if samples else []
+            x = [self.encode_batches([batch], encode) for batch in batches]
+            return x, [sample.value for sample in samples], counts
 
         def encoded():
-            for part, found in self.in_parts(enumerate(pairs), compute, "images"):
-                tried = [sample for _, of_rank in found for sample in of_rank]
-                rows = [sample._replace(value=pair[1]) for sample, (_, pair) in zip(tried, part)]
-                values.extend(sample.value for sample in common.usable(rows, counts))
-                yield from (x for x, _ in found if len(x))
-            report_unreadable(counts, len(values))
+            skipped = []
+            for x, used, counts in self.in_parts(enumerate(pairs), compute, "images"):
+                values.extend(used)
+                skipped.append(counts)
+                yield from x
+            report_unreadable(common.total_skipped(skipped), len(values))
 
-        with ThreadPool(max(1, self.workers)) as pool:
-            return collect(encoded()), values
+        return collect(encoded()), values
 
     @torch.no_grad()
     def similarity(self, images, texts):
@@ -728,7 +730,7 @@ def read_templates(given):
 # `eval.py --data SPEC` uses all images of SPEC.
 TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # number of images to evaluate, and to learn from
 # Options that change no metric. evals.jsonl does not record these options.
-NOT_OF_METRICS = set("query image caption export workers batch device is_own given".split())
+NOT_OF_METRICS = set("query export workers batch device is_own given".split())
 
 
 @dataclasses.dataclass
@@ -797,11 +799,6 @@ class Flags:
     # Each command encodes all images, so give several queries to one command
     query: list[str] | None = None
 
-    # path of an image to draw instead of evaluating. For SPARC and STAIR the picture shows how each
-    # word of --caption weights the patches. For SPARO it shows how each slot weights the patches
-    image: str | None = None
-    caption: str | None = None  # caption of --image
-
     # file in RUN with the weights to evaluate, for example step-10000.pt, or stage-1.pt of STAIR
     checkpoint: str = "last.pt"
     # new file for the weights of the image encoder, under the parameter names of timm. The command
@@ -828,7 +825,7 @@ class Flags:
 
 # {first flag of a group in --help: title of the group}
 GROUPS = {"task": "tasks", "train_data": "k-NN and probes", "query": "search",
-          "image": "one image and one caption", "checkpoint": "weights", "workers": "machine"}
+          "checkpoint": "weights", "workers": "machine"}
 
 
 @dataclasses.dataclass
@@ -1874,12 +1871,6 @@ def masks(embedder, data, options):
 # can be encoded without the text encoder.
 
 
-def word_columns(embedder, encodings):
-    """Encodings (n, E) -> (n, |V|), without the columns that belong to no word. An embedding may
-    have more rows than the vocabulary has words."""
-    return encodings[:, : len(embedder.tokenizer)]
-
-
 def vocabulary_scores(embedder, x):
     """Encodings x (n, E) of images -> scores (n, |V|) of all words of the vocabulary.
 
@@ -1895,7 +1886,7 @@ def vocabulary_scores(embedder, x):
         words = [token.removeprefix("##").removesuffix("##") for token in vocab]
         no_words += [k for k, word in enumerate(words) if word != vocab[k] and word in ids]
         x = embedder.similarity(x, embedder.texts(words))                   # (n, |V|)
-    scores = word_columns(embedder, x).clone()
+    scores = x.clone()
     scores[:, no_words] = -torch.inf
     return scores
 
@@ -2199,41 +2190,17 @@ def lit_sheet(title, note, rows):
 
 
 def maps_of_words(embedder, image, caption):
-    """An image and a caption -> pairs (label, weights (P,)), a pair for each token of the caption.
-    SPARO has a pair for each of the 23 slots that give one word the highest weights. See
-    Embedder.maps."""
+    """An image and a caption -> pairs (token, weights (P,)), for the tokens between [CLS] and
+    [SEP]. See Embedder.maps."""
     found = embedder.maps(image, caption)
-    maps, names = torch.from_numpy(found["patches"]).flatten(1), found["tokens"]
-    if "words" in found:
-        sharpness, word = torch.from_numpy(found["words"])[:, 1:-1].max(1)  # without [CLS], [SEP]
-        shown = sharpness.argsort(descending=True)[:23].tolist()
-        return [(f"slot {k}: {names[1 + word[k]]} ({sharpness[k]:.2f})", maps[k]) for k in shown]
+    maps = torch.from_numpy(found["patches"]).flatten(1)                    # (L, P)
     if embedder.model.word_maps:  # scores, of which the lowest is black
         maps = maps - maps.amin(1, keepdim=True)
-    return [*zip(names, maps)][1:-1]
-
-
-def note_of_maps(model):
-    """The explanation of the brightness in a picture of maps_of_words."""
-    if model.word_maps:
-        return (f"{BRIGHTNESS} A weight is p(h_j) in STAIR's Eq. 4 minus the lowest of the map. It "
-                "needs no text encoder.")
-    if model.slots:
-        return f"{BRIGHTNESS} A slot's number is the weight that it gives to the word."
-    return BRIGHTNESS
-
-
-def draw_pair(embedder, image, caption):
-    """Draw how each word of a caption, or each slot, weights the patches of an image."""
-    with common.explained(BROKEN, f"--image {image} cannot be read"):
-        pixels = embedder.read(image)
-    rows = [(caption, pixels, maps_of_words(embedder, image, caption))]
-    note = note_of_maps(embedder.model)
-    return lit_sheet("Which patches each word or slot weights.", note, rows)
+    return [*zip(found["tokens"], maps)][1:-1]
 
 
 def draw_word_maps(embedder, data):
-    """Which patches SPARC aligns with each word of a caption, for eight words at most (Eq. 4)."""
+    """Which patches each word of a caption weights (SPARC, Eq. 4; STAIR, Fig. 10)."""
     rows = []
     for image, caption in zip(*take(embedder, data, 8)):
         complete = set(caption_words(caption))  # a token may be a piece of a word
@@ -2241,13 +2208,11 @@ def draw_word_maps(embedder, data):
                 if word in complete - STOP_WORDS]
         rows.append((caption, image, maps[:8]))
     title = "Where the words of a caption lie in its image (SPARC, Eq. 4; STAIR, Fig. 10)."
-    note = f"{note_of_maps(embedder.model)} At most eight words of a caption are shown."
+    note = f"{BRIGHTNESS} At most eight words of a caption are shown."
+    if embedder.model.word_maps:
+        note += (" A weight is p(h_j) in STAIR's Eq. 4 minus the lowest of the map. It needs no "
+                 "text encoder.")
     return lit_sheet(title, note, rows)
-
-
-def draw_queries(embedder, data):
-    """Which patches STAIR scores highest for each word of a caption (Fig. 10)."""
-    return draw_word_maps(embedder, data)
 
 
 def draw_segmentation(embedder, data):
@@ -2377,7 +2342,7 @@ PICTURES = {
     "alignment": Row(draw_word_maps, IMAGES, "align_words", ("classes",)),
     "slots": Row(draw_slots, IMAGES, "slots", ("classes",)),
     "words": Row(draw_words, IMAGES, "image_encoding", ("classes",)),
-    "queries": Row(draw_queries, IMAGES, "word_maps", ("classes",)),
+    "queries": Row(draw_word_maps, IMAGES, "word_maps", ("classes",)),
     "segmentation": Row(draw_segmentation, ("maps",), "encode_patches", PROMPTS),
     "heads": Row(draw_heads, IMAGES, "head_maps"),
 }
@@ -2597,50 +2562,18 @@ def save_figures(figures, step):
 
 # Search -----------------------------------------------------------------------------------
 #
-# An index holds the encodings of the images of a data set. A query is a caption. For STAIR a query
-# may also be words with AND, OR, NOT.
-
-
-class CosineIndex:
-    """Exact search for any model with a text encoder, with the interface of stair.InvertedIndex.
-    similarity: the method of Embedder."""
-
-    def __init__(self, similarity):
-        self.similarity, self.ids, self.parts = similarity, [], []
-
-    def add(self, ids, x):
-        """Add n images: a list of their ids, and their encodings (n, ...)."""
-        self.ids.extend(ids)  # extend, because += with an array would add numbers
-        self.parts.append(x)
-
-    def search(self, query, k):
-        """The k images with the largest scores for an encoded query, [(id, score)], best first."""
-        scores = torch.cat([self.similarity(x, query[None])[:, 0] for x in self.parts])
-        best = scores.topk(min(k, len(scores)))
-        return [(self.ids[i], score) for score, i in zip(best.values.tolist(), best.indices)]
-
-
-def named_images(data):
-    """Yield (image, its name). A name is a path, "shard:key" or a number. The second image with the
-    name k.png is called "k.png (2)"."""
-    seen, pairs = collections.Counter(), data.captioned or data.labelled
-    for i, (image, value) in enumerate(pairs("search")):
-        name = next((name for name in (image, value) if isinstance(name, str)), str(i))
-        seen[name] += 1
-        yield image, name if seen[name] == 1 else f"{name} ({seen[name]})"
+# A query is a caption. For STAIR a query may also be words with AND, OR, NOT.
 
 
 def search(embedder, data, options, run):
     """Search the images of `data` for the queries of --query, and draw QUERY-search.png. A query is
     a caption or, for STAIR, words with AND, OR, NOT (STAIR, App. D)."""
     note_useless_flags(options)
-    is_stair = bool(embedder.model.encode_words)
-    if not (data.captioned or data.labelled):
+    is_stair, pairs = bool(embedder.model.encode_words), data.captioned or data.labelled
+    if pairs is None:
         raise UserError(f"--query needs images to search: give a folder of images, a table or "
                         f"shapes in place of {options.data}.")
-    index = CosineIndex(embedder.similarity)
-    if is_stair:
-        index = stair.InvertedIndex(embedder.tokenizer.vocab)
+    index = stair.InvertedIndex(embedder.tokenizer.vocab) if is_stair else None
     with common.explained(ValueError, "--query"):  # check all queries before images are encoded
         for query in options.query:
             if not stair.is_boolean(query):
@@ -2651,22 +2584,21 @@ def search(embedder, data, options, run):
                 raise ValueError(f"{query!r} has AND, OR or NOT, which only STAIR knows: write a "
                                  f"caption")
     embedder = dataclasses.replace(embedder, tells=False)
-    pairs = read_images(named_images(data), embedder.read, embedder.workers)
-    for part in progress(chunks(pairs, embedder.chunk), f"images, {embedder.chunk} at a time"):
-        x, names = embedder.encode_pairs(part)
-        index.add(names, word_columns(embedder, x) if is_stair else x)
-    found = [answer(embedder, index, query) for query in options.query]
-    # Memory may be too small for all images. So only names were kept, and the images that are found
-    # are read again.
-    wanted = {name for _, best in found for name, _ in best}
-    images = {name: image for image, name in named_images(data) if name in wanted}
+    more = {"collect": stair.SparseRows} if is_stair else {}
+    x, names = embedder.encode_pairs(named_images(pairs), **more)
+    if is_stair:
+        for rows in torch.arange(len(x)).split(embedder.chunk):
+            index.add(rows.tolist(), x[rows])
+    found = [answer(embedder, x, index, query) for query in options.query]
+    # Memory may be too small for all images. So the images that are found are read again.
+    wanted = {names[row] for _, best in found for row, _ in best}
+    images = {name: image for image, name in named_images(pairs) if name in wanted}
     rows = []
     for heading, best in found:
-        names = ", ".join(f"{name} ({score:.2f})" for name, score in best) or "nothing"
-        print(f"{heading}: {names}")
-        pairs = [(images[name], f"{score:.2f}") for name, score in best]
-        shown = read_images(pairs, embedder.read) if pairs else []
-        rows.append((heading, [(to_picture(image), score) for image, score in shown]))
+        shown = ", ".join(f"{names[row][1]} ({score:.2f})" for row, score in best) or "nothing"
+        print(f"{heading}: {shown}")
+        rows.append((heading, [(to_picture(embedder.read(images[names[row]])), f"{score:.2f}")
+                               for row, score in best]))
     note = ("The score of a caption is its similarity to the image, that of a query with AND, OR, "
             "NOT the sum of its words' weights.")
     page = sheet("The images that each query finds, and their scores.", note, rows)
@@ -2674,15 +2606,27 @@ def search(embedder, data, options, run):
     return save_figures({output_path(run, options, name): page}, embedder.step)
 
 
-def answer(embedder, index, query):
-    """A query -> its heading, [(name of an image, score), ...]. The heading says what has encoded
-    the query. Words with AND, OR, NOT are not encoded."""
+def named_images(pairs):
+    """Yield (image, (its number, its name)). A name is a path, "shard:key" or the number. pairs:
+    data.captioned or data.labelled."""
+    for i, (image, value) in enumerate(pairs("search")):
+        name = next((name for name in (image, value) if isinstance(name, str)), str(i))
+        yield image, (i, name)
+
+
+def answer(embedder, x, index, query):
+    """Encodings x of images, their InvertedIndex for STAIR, a query -> its heading, the best rows
+    of x and their scores [(row, score), ...]. The heading says what has encoded the query. Words
+    with AND, OR, NOT are not encoded."""
     if stair.is_boolean(query):
         where, words = stair.boolean_query(query, index)
         return query, index.search(dict.fromkeys(words, 1.0), 8, where)
-    x = embedder.texts([query])
-    x = word_columns(embedder, x) if embedder.model.encode_words else x
-    return f"{query} (text encoder)", index.search(x[0], 8)
+    heading, y = f"{query} (text encoder)", embedder.texts([query])
+    if index:
+        return heading, index.search(y[0], 8)
+    scores = torch.cat([embedder.similarity(part, y)[:, 0] for part in x.split(256)])
+    best = scores.topk(min(8, len(scores)))
+    return heading, [*zip(best.indices.tolist(), best.values.tolist())]
 
 
 # Weights for other people's code ----------------------------------------------------------
@@ -2754,8 +2698,6 @@ def check_flags(runs, given):
             raise UserError(f"{common.flag_of(name)} {given[name]} must be at least {least}.")
     if "export" in given and len(runs) > 1:
         raise UserError(f"--export writes the weights of one run: give one run, not {len(runs)}.")
-    if ("image" in given) != ("caption" in given):
-        raise UserError("--image and --caption belong together: give both.")
 
 
 def describe(options):
@@ -2768,14 +2710,9 @@ def describe(options):
 
 def evaluate_run(run, given, device, failed):
     """Evaluate a run -> metrics. given: {name: value} of the flags that are given; `data` is one
-    SPEC. With --image or --query the function draws or searches instead, and returns {}. failed: a
-    list that gets a message for each task that fails and for each file that cannot be written."""
+    SPEC. With --query the function searches instead, and returns {}. failed: a list that gets a
+    message for each task that fails and for each file that cannot be written."""
     embedder, args = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
-    if "image" in given:
-        page = draw_pair(embedder, given["image"], given["caption"])
-        name = f"{path_words(given['image'])}-{path_words(given['caption'])}-pair.png"
-        failed += save_figures({Path(run, name): page}, embedder.step)
-        return {}
     options = options_of(given, args)
     embedder.chunk, embedder.workers = options.batch, options.workers
     embedder.tells = bool(options.query)  # an evaluation prints its counts at the end
@@ -2796,8 +2733,8 @@ def main(argv=None):
     runs, given = parse_args(argv)
     check_flags(runs, given)
     device = common.init_distributed()
-    # The ranks share an evaluation. --export, --image and --query run on rank 0 alone.
-    if common.this_rank()[0] == 0 or not given.keys() & {"export", "image", "query"}:
+    # The ranks share an evaluation. --export and --query run on rank 0 alone.
+    if common.this_rank()[0] == 0 or not given.keys() & {"export", "query"}:
         run_command(runs, given, given.get("device", device))
     common.wait_for_rank_0()  # all ranks end together
 
