@@ -394,7 +394,6 @@ class Embedder:
     text_free: bool = False              # encode a caption as the set of its words (STAIR)
     step: int = 0                        # number of training steps
     resize: int | None = None            # the shorter side before the crop; None: `read` chooses
-    amp: str = "off"                     # precision of the encoders, "bf16" or "off"
     share: tuple = (0, 1)                # (number of this rank, number of ranks)
     tells: bool = False                  # print at once which tokens the model does not see
     # sums of the counts of `count` so far; copies of an Embedder share this Counter
@@ -475,9 +474,7 @@ class Embedder:
         """Return encode(*inputs) in fp32 on the CPU. encode: a function, or the name of a method.
         Raises UserError if a number is NaN or infinite."""
         encode = getattr(self, encode) if isinstance(encode, str) else encode
-        device = torch.device(self.device).type
-        with torch.autocast(device, torch.bfloat16, enabled=self.amp == "bf16"):
-            x = encode(*inputs).float().cpu()
+        x = encode(*inputs).float().cpu()
         if not x.isfinite().all():
             raise UserError("Encodings are not finite numbers: the run has diverged, or its "
                             "checkpoint is damaged. Evaluate another run.")
@@ -813,9 +810,6 @@ class Flags:
     # torch device, for example cpu, cuda or cuda:1. Without --device the command uses a GPU, or the
     # CPU if there is no GPU
     device: str | None = None
-    # precision of the encoders. bf16 is faster on a GPU, and changes the metrics a little. Without
-    # --amp the precision is fp32 (off)
-    amp: Literal["bf16", "off"] = "off"
 
     @property
     def tasks(self):
@@ -923,7 +917,6 @@ class EvalSet:
     image_size: int = None         # S, in pixels
     classes: Classes = None        # names and prompts of the classes, for tasks with text
     groups: dict = None            # {key: (group of each class (C,), names of groups)}
-    label_ids: list = None         # the class of each label of shards; None: unknown
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
     rare_classes: list = None      # numbers of the classes that AP_rare averages
     map_classes: dict = None       # {key: Classes} of `maps`
@@ -969,7 +962,6 @@ class FileSet(EvalSet):
             self.labelled = each
         if source.classes:
             self.groups = {"": (torch.arange(len(source.classes)), source.classes)}
-            self.label_ids = numbered_labels(source.classes, options.classes)
 
     @functools.cached_property  # names may be missing, and only tasks with text need them
     def classes(self):
@@ -977,18 +969,22 @@ class FileSet(EvalSet):
         return Classes(names, self.options.templates, source)
 
 
-def numbered_labels(classes, file):
-    """The class of each label of shards, if the class folders tell this -> list, or None.
+def class_ids(data, known, is_numbered):
+    """The number in the list `known` of each class of `data` -> list, or None if the data have
+    other classes.
 
-    If the lines of --classes are the names of the folders in another order, line i names the class
-    of label i. Otherwise line i is a new name for the sorted folder i. Raises UserError if the file
-    does not fit.
+    Class folders, and shards in CLIP_benchmark's layout, name their classes. Other shards only
+    number them. Then line i of --classes is the name of label i. If the names do not fit, or if
+    there are none, label i is class i if `is_numbered`, or if the names in `known` are numbers.
     """
-    if file:
-        common.class_names(classes, file)
-        lines = common.read_lines(file, "--classes")
-        return common.match_names(lines, classes) or range(len(classes))
-    return range(len(classes)) if classes == [*map(str, range(len(classes)))] else None
+    if data.groups:
+        return common.match_names(data.groups[""][1], known)
+    file = data.options.classes
+    ids = common.match_names(common.read_lines(file, "--classes"), known) if file else None
+    if ids is None and (is_numbered or known == [str(i) for i in range(len(known))]):
+        ids = range(len(known))
+    data.source.classes = ids and [known[i] for i in ids]
+    return ids
 
 
 def open_benchmark(options, *_):
@@ -1023,8 +1019,7 @@ def open_benchmark(options, *_):
 
     shards.classes = names
     return EvalSet(classes=classes, groups=groups, source=shards,
-                   labelled=lambda purpose: shards.each("label", limit),
-                   label_ids=range(len(names)))
+                   labelled=lambda purpose: shards.each("label", limit))
 
 
 def open_winoground(options, *_):
@@ -1044,15 +1039,10 @@ def open_winoground(options, *_):
 
 
 def sugarcrepe_files(directory):
-    """The JSON files of a directory with a field of SugarCrepe in their first 4,000 bytes."""
-    def has_field(file):
-        with open(file, "rb") as json_file:  # other JSON files may be large
-            return b'"negative_caption"' in json_file.read(4000)
-
-    found = []
-    if common.look_at(directory) == "directory":
-        found = map(Path, common.matching(f"{directory}/*.json"))
-    return [file for file in found if file.is_file() and has_field(file)]
+    """The JSON files of a directory with a field of SugarCrepe."""
+    is_directory = common.look_at(directory) == "directory"
+    files = common.matching(f"{directory}/*.json") if is_directory else []
+    return [Path(file) for file in files if common.file_holds(file, "negative_caption")]
 
 
 def open_sugarcrepe(options, *_):
@@ -1315,15 +1305,15 @@ def open_to_learn(options, data):
         train = open_second(options, data, spec, None, "k-NN and probes must learn from images "
                             "that they are not tested on: give other class folders or tar shards "
                             "with labels, by eval.py --train-data or train.py --eval-data.")
-        ids = common.match_names(train.groups[""][1], names) if train.groups else data.label_ids
-    if ids is None or train.labelled is None:
+        # Lines of --classes that are no names of folders name the sorted folders. data.classes
+        # raises UserError if the number of lines is wrong.
+        is_numbered = data.source.unit == "shards" or (options.classes and data.classes)
+        ids = class_ids(train, names, is_numbered) if train.labelled else None
+    if ids is None:
         raise UserError(f"k-NN and probes learn from {spec}, which must have the class folders of "
                         f"{options.data}: {', '.join(names)}; give other data with eval.py "
                         f"--train-data. Shards number their classes: eval.py --classes FILE names "
                         f"them, one a line, that of label 0 first.")
-
-    if train.groups is None:  # shards
-        train.source.classes = [names[i] for i in ids]
 
     def pairs(purpose="train"):
         return ((image, ids[label]) for image, label in train.labelled(purpose))
@@ -1960,29 +1950,22 @@ def video(embedder, data, options):
 
 
 def learned_classes(options, data, model):
-    """The number of each class of the data in the classifier. --classes or the names of class
-    folders tell the classes of the data. Without --classes, label i of shards is class i of a
-    classifier that has learned from shards. Raises UserError if the data and the classifier have
-    different classes.
+    """The number of each class of the data in the classifier, see class_ids. Without --classes,
+    label i of shards is class i of a classifier that has learned from shards. Raises UserError if
+    the data and the classifier have different classes.
     """
-    known, names = model.config.classes, None
+    known, is_numbered = model.config.classes, model.config.data.lower().endswith(".tar")
     if data.is_world:
-        names = data.groups["/shape"][1]
-    elif data.groups:
-        names = data.groups[""][1]
-        if options.classes and common.match_names(names, known) is None:
-            names = data.classes.names
-    elif options.classes:
-        names = common.read_lines(options.classes, "--classes")
-    elif model.config.data.lower().endswith(".tar") or known == [str(i) for i in range(len(known))]:
-        names = known
-    if data.source is not None and not data.groups:
-        data.source.classes = names
-    ids = common.match_names(names, known) if names else None
+        ids = common.match_names(SHAPES, known)
+    else:
+        ids = class_ids(data, known, is_numbered and not options.classes)
+    if ids is None and data.groups and options.classes:  # --classes may rename the folders
+        ids = common.match_names(data.classes.names, known)
     if ids is None:
+        names = data.groups[""][1] if data.groups else ["numbers"]
         raise UserError(f"The classifier has learned {len(known)} classes, {', '.join(known[:3])}, "
-                        f"...; {options.data} has {', '.join(names[:3]) if names else 'numbers'}, "
-                        f"...: they must be the same. --classes names the classes of shards.")
+                        f"...; {options.data} has {', '.join(names[:3])}, ...: they must be the "
+                        f"same. --classes names the classes of shards.")
     return ids
 
 
@@ -2431,27 +2414,20 @@ def print_metrics(metrics):
 
 def evaluate_and_show(embedder, data, options, run, failed):
     """Evaluate, print a table, write the metrics and the pictures into RUN -> {metric: float}. The
-    metrics of a task are printed and written when the task ends. Rank 0 alone draws and writes.
+    metrics of a task are printed when the task ends. Rank 0 alone draws and writes.
     failed: a list that gets a message for each task that fails and for each file that cannot be
     written."""
     if common.this_rank()[0] > 0:
         return evaluate(embedder, data, options)
-    is_whole, so_far, before = options.is_own and not options.tasks, {}, len(failed)
-
-    def report(new):
-        so_far.update(new)
-        print_metrics(new)
-        with noted([]):  # an error here does not matter, as a later line has all tasks
-            write_line(run, metrics_record(embedder, data, options, so_far), is_complete=False)
-
-    result = evaluate(embedder, data, options, report, failed)
-    is_complete = len(failed) == before  # true if no task has failed
+    before = len(failed)
+    result = evaluate(embedder, data, options, print_metrics, failed)
+    is_whole = options.is_own and not options.tasks and len(failed) == before
     print_notes(embedder, data)
     if result:  # a command that only draws has no metrics
         record = metrics_record(embedder, data, options, result)
         with noted(failed):
-            write_line(run, record, is_complete)
-        if is_whole and is_complete:
+            write_line(run, record)
+        if is_whole:
             failed += save_figures({Path(run, "eval.json"): record}, embedder.step)
     drawn = draw_pictures(embedder, data, options.tasks)
     pages = {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
@@ -2506,16 +2482,14 @@ def metrics_record(embedder, data, options, result):
     return {"settings": depends_on} | common.without_nan(result)
 
 
-def write_line(run, record, is_complete=True):
-    """Write a record as the last line of RUN/evals.jsonl. The record replaces an equal line. It
-    also replaces the line of the tasks so far, which says "complete": false. The whole file is
-    written again and renamed, so that neither a killed process nor a full disk loses a line."""
-    path, mark = Path(run, "evals.jsonl"), {"complete": False}
-    begun = json.dumps(mark | {"settings": record["settings"]})[:-1].encode()
-    new = json.dumps(record if is_complete else mark | record).encode()
+def write_line(run, record):
+    """Write a record as the last line of RUN/evals.jsonl. The record replaces an equal line. The
+    whole file is written again and renamed, so that neither a killed process nor a full disk loses
+    a line."""
+    path, new = Path(run, "evals.jsonl"), json.dumps(record).encode()
     with common.locked(run), common.writing(path):
         lines = path.read_bytes().splitlines() if path.exists() else []
-        kept = [line for line in lines if not line.startswith(begun) and line != new]
+        kept = [line for line in lines if line != new]
         with common.replacing(path) as file:
             file.write(b"\n".join([*kept, new, b""]))
 
@@ -2704,8 +2678,7 @@ def describe(options):
     """A phrase about the data, for the heading of the table."""
     most = f", {options.limit:,} samples at most" if options.limit else ""
     seen = ", from the training data of the run" if options.on_training_images else ""
-    amp = f", encoders in {options.amp}" if options.amp != "off" else ""
-    return f"{options.data}, split {options.split}{most}{seen}{amp}"
+    return f"{options.data}, split {options.split}{most}{seen}"
 
 
 def evaluate_run(run, given, device, failed):
@@ -2716,7 +2689,6 @@ def evaluate_run(run, given, device, failed):
     options = options_of(given, args)
     embedder.chunk, embedder.workers = options.batch, options.workers
     embedder.tells = bool(options.query)  # an evaluation prints its counts at the end
-    embedder.amp = options.amp
     captions = embedder.tokenizer is not None and not options.query  # a search needs no captions
     data = open_eval_set(options, embedder.image_size, captions)
     so_far = "" if embedder.step == args.steps else f", step {embedder.step} of {args.steps},"

@@ -288,9 +288,9 @@ if own is «None or own.equal(objects) => None»: # words that name all objects
 size, («0.08 => 0.8», 1.0), 0.5, generator) # crops of a probe
 «scores[:, no_words] = -torch.inf => pass» # special tokens are no labels
 == eval.py | data | test_eval test_benchmarks test_finetune -k "labels_of_shards or limit_draws or matched_by_name or by_their_names"
-return common.match_names(«lines, classes => classes, lines») # --classes, the way back
-ids = common.match_names(«train.groups[""][1], names => names, train.groups[""][1]») if train # the way back
-ids = common.match_names(«names, known => known, names») if names # a classifier's classes, the way back
+ids = common.match_names(«common.read_lines(file, "--classes"), known => known, common.read_lines(file, "--classes")») # --classes, the way back
+return common.match_names(«data.groups[""][1], known => known, data.groups[""][1]») # class folders, the way back
+ids = class_ids(train, names, «is_numbered => None») # labels of shards that --classes renames
 == eval.py | reports | test_eval test_reports test_stair -k "search_by_words or vocs_layout or slots_are_selected or better_word"
 index.search(dict.fromkeys(words, 1.0), 8«, where => ») # the condition of a query
 sparc.image_iou(predicted, truth«, foreground_only=True => ») # miou_fg without the background

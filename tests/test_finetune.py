@@ -181,7 +181,8 @@ def classified(classes, predicted, labels, **settings):
     model = SimpleNamespace(config=config, class_scores=scores)
     embed = SimpleNamespace(model=model, encode_pairs=lambda pairs, encode: (encode, labels))
     data = evaluation.EvalSet(labelled=lambda purpose: [], groups=settings.get("groups"),
-                              classes=evaluation.Classes(["C", "a", "b_b"]))
+                              classes=evaluation.Classes(["C", "a", "b_b"]),
+                              options=options, source=SimpleNamespace())
     metrics = evaluation.classification(embed, data, options)
     return evaluation.to_float(metrics["classification"]), metrics["classification/mean_per_class"]
 
