@@ -841,7 +841,6 @@ def options_of(given, args):
     given: {name: value} of the flags that are given; `data` is one SPEC. args: the settings of the
     run.
     """
-    given = {name: value for name, value in given.items() if value != getattr(Options, name)}
     options = Options(data=args.eval_data or args.data, workers=reading_threads(args),
                       probe=args.probe)
     if "data" not in given:
@@ -2543,39 +2542,38 @@ def search(embedder, data, options, run):
     """Search the images of `data` for the queries of --query, and draw QUERY-search.png. A query is
     a caption or, for STAIR, words with AND, OR, NOT (STAIR, App. D)."""
     note_useless_flags(options)
-    is_stair, pairs = bool(embedder.model.encode_words), data.captioned or data.labelled
+    pairs, index = data.captioned or data.labelled, None
     if pairs is None:
         raise UserError(f"--query needs images to search: give a folder of images, a table or "
                         f"shapes in place of {options.data}.")
-    index = stair.InvertedIndex(embedder.tokenizer.vocab) if is_stair else None
-    with common.explained(ValueError, "--query"):  # check all queries before images are encoded
+    captions, more = options.query, {}
+    if embedder.model.encode_words:
+        captions = [query for query in options.query if not stair.is_boolean(query)]
+        index, more = stair.InvertedIndex(embedder.tokenizer.vocab), {"collect": stair.SparseRows}
+    y = dict(zip(captions, embedder.texts(captions)))
+    with common.explained(ValueError, "--query"):  # a wrong query ends before images are encoded
         for query in options.query:
-            if not stair.is_boolean(query):
-                embedder.tokenize([query])  # prints which tokens are cut or unknown
-            elif is_stair:
+            if query not in y:
                 stair.boolean_query(query, index)
-            else:
-                raise ValueError(f"{query!r} has AND, OR or NOT, which only STAIR knows: write a "
-                                 f"caption")
-    embedder = dataclasses.replace(embedder, tells=False)
-    more = {"collect": stair.SparseRows} if is_stair else {}
     x, names = embedder.encode_pairs(named_images(pairs), **more)
-    if is_stair:
+    if index:
         for rows in torch.arange(len(x)).split(embedder.chunk):
             index.add(rows.tolist(), x[rows])
-    found = [answer(embedder, x, index, query) for query in options.query]
+    found = {query: answer(embedder, x, index, query, y.get(query)) for query in options.query}
     # Memory may be too small for all images. So the images that are found are read again.
-    wanted = {names[row] for _, best in found for row, _ in best}
+    wanted = {names[row] for best in found.values() for row, _ in best}
     images = {name: image for image, name in named_images(pairs) if name in wanted}
-    rows = []
-    for heading, best in found:
+    pages = []
+    for query, best in found.items():
+        heading = f"{query} (text encoder)" if query in y else query
         shown = ", ".join(f"{names[row][1]} ({score:.2f})" for row, score in best) or "nothing"
         print(f"{heading}: {shown}")
-        rows.append((heading, [(to_picture(embedder.read(images[names[row]])), f"{score:.2f}")
-                               for row, score in best]))
+        cells = [(to_picture(embedder.read(images[names[row]])), f"{score:.2f}")
+                 for row, score in best]
+        pages.append((heading, cells))
     note = ("The score of a caption is its similarity to the image, that of a query with AND, OR, "
             "NOT the sum of its words' weights.")
-    page = sheet("The images that each query finds, and their scores.", note, rows)
+    page = sheet("The images that each query finds, and their scores.", note, pages)
     name = f"{path_words(' '.join(options.query))}-search.png"
     return save_figures({output_path(run, options, name): page}, embedder.step)
 
@@ -2588,19 +2586,20 @@ def named_images(pairs):
         yield image, (i, name)
 
 
-def answer(embedder, x, index, query):
-    """Encodings x of images, their InvertedIndex for STAIR, a query -> its heading, the best rows
-    of x and their scores [(row, score), ...]. The heading says what has encoded the query. Words
-    with AND, OR, NOT are not encoded."""
-    if stair.is_boolean(query):
+def answer(embedder, x, index, query, y):
+    """The images that a query finds: at most eight pairs (row of x, score), best first.
+
+    x: encodings of the images. index: their InvertedIndex, for STAIR. y: the encoding of the query,
+    or None for words with AND, OR, NOT.
+    """
+    if y is None:
         where, words = stair.boolean_query(query, index)
-        return query, index.search(dict.fromkeys(words, 1.0), 8, where)
-    heading, y = f"{query} (text encoder)", embedder.texts([query])
+        return index.search(dict.fromkeys(words, 1.0), 8, where)
     if index:
-        return heading, index.search(y[0], 8)
-    scores = torch.cat([embedder.similarity(part, y)[:, 0] for part in x.split(256)])
+        return index.search(y, 8)
+    scores = torch.cat([embedder.similarity(part, y[None])[:, 0] for part in x.split(256)])
     best = scores.topk(min(8, len(scores)))
-    return heading, [*zip(best.indices.tolist(), best.values.tolist())]
+    return [*zip(best.indices.tolist(), best.values.tolist())]
 
 
 # Weights for other people's code ----------------------------------------------------------
