@@ -46,6 +46,7 @@ import io
 import itertools
 import json
 import math
+import operator
 import os
 import pickle
 import random
@@ -609,7 +610,7 @@ class Method:
     2. Import the file in eval.py and add the module to METHODS there.
     3. Add a row to SMALL and to MODELS in tests/helpers.py. tests/test_contract.py then checks the
        method.
-    4. If a setting has bounds, write them into its comment, as > 0 or <= 1. train.py checks them.
+    4. If a setting has bounds, write them into its comment, as > 0 or <= 1. See check_numbers.
     """
 
     model_class = lambda self, args: self.Model  # the class of the model
@@ -2794,6 +2795,19 @@ def comments_of(config_class):
     return {name: behind or joined(above) for above, name, behind in found}
 
 
+def check_numbers(settings, comments, name_of=flag_of):
+    """Raise UserError for a number of `settings`, {name: value}, that is not finite, is negative,
+    or breaks a bound in its comment, such as "> 0" and "<= 1". comments: see comments_of."""
+    holds = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+    numbers = {name: x for name, x in settings.items() if isinstance(x, (int, float))}
+    for name, value in numbers.items():
+        if not math.isfinite(value) or value < 0:
+            raise UserError(f"{name_of(name)} {value} must be finite and not negative.")
+        for sign, bound in re.findall(r"([<>]=?) (\S*\d)", comments.get(name, "")):
+            if not holds[sign](value, float(bound)):
+                raise UserError(f"{name_of(name)} {value} must be {sign} {bound}.")
+
+
 def add_flags(parser, config_class, groups, title):
     """Add a flag for each field of a dataclass. The help of a flag is the comment of the field.
     groups: {first field of a group: title of the group}."""
@@ -3550,28 +3564,24 @@ class World:
     Raises UserError for settings out of their range.
     """
 
-    size: int = 48            # side of a picture in pixels
-    objects: int = 3          # largest number of objects in a picture
-    noise: float = 0.04       # standard deviation of the smooth noise on the background
-    background: float = 0.25  # largest difference of the background colours of two pictures
+    size: int = 48            # side of a picture in pixels, >= 16, <= 1024
+    objects: int = 3          # largest number of objects in a picture, >= 1, <= 7
+    noise: float = 0.04       # standard deviation of the smooth noise on the background, <= 1
+    background: float = 0.25  # largest difference of the background colours of two pictures, <= .5
     small: float = 0.14       # radius of a small object / side of the picture
     large: float = 0.20       # radius of a large object / side of the picture
-    palette: int = 8          # number of colours that objects have; tasks test all 8 colours
-    heldout: int = 6          # number of colour-shape pairs, of 64, that training never shows
-    together: float = 0.0     # share of training scenes whose second object depends on the first
-    fillers: bool = True      # whether captions have openings and closings, which describe nothing
-    words: int = 0            # number of made-up words; a caption has at most two of them
+    # number of colours that objects have, >= 1, <= 8; tasks test all 8 colours
+    palette: int = 8
+    heldout: int = 6  # number of colour-shape pairs, of 64, that training never shows, <= 32
+    # share of training scenes whose second object depends on the first, <= 1
+    together: float = 0.0
+    fillers: bool = True  # whether captions have openings and closings, which describe nothing
+    words: int = 0  # number of made-up words, <= 4000; a caption has at most two of them
 
     content, classes, annotations = "caption", SHAPE_NAMES, None
 
     def __post_init__(self):
-        limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5),
-                  "palette": (1, 8), "heldout": (0, 32), "words": (0, 4000),
-                  "together": (0, 1 if self.objects > 1 else 0)}
-        for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise UserError(f"shapes: {name}={value} must be from {low} to {high}.")
+        check_numbers(vars(self), comments_of(World), "shapes: {}".format)
         self.fingerprint = repr(self)
         # The picture is a grid of cells x cells, and a cell has at most one object.
         self.cells = max(2, math.ceil(math.sqrt(self.objects)))

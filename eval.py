@@ -745,7 +745,7 @@ class Flags:
     # split of --data, if the data have splits. Without --split the split is val for Pascal VOC and
     # DAVIS, and test for other data
     split: str | None = None
-    # largest number of samples for each task and picture. The samples of class folders and of
+    # largest number of samples for each task and picture, > 0. The samples of class folders and of
     # labelled shards are random. Other data give their first samples. Without --limit all samples
     # of --data are used. Without --limit and --data, 1,000 samples are evaluated, and k-NN and
     # probes learn from 20,000 samples
@@ -786,7 +786,7 @@ class Flags:
     # logistic regression, as in the transfer learning of BAM (D.3). Without --probe the value is
     # that of the training
     probe: Literal["adamw", "sgd", "lbfgs"] | None = None
-    # learning rate of --probe sgd. BAM has .002 for ViT and .3 for ResNet-50 (Table 9b). With
+    # learning rate of --probe sgd, > 0. BAM has .002 for ViT and .3 for ResNet-50 (Table 9b). With
     # --probe-lr the probe learns from all training images. Without --probe-lr it learns from nine
     # tenths with five rates, and takes the rate that is best on the last tenth
     probe_lr: float | None = None
@@ -805,7 +805,7 @@ class Flags:
     # number of threads that read images. Without --workers the number is that of the training. If
     # that is less than 8, the number is 8, or the number of CPU cores if there are fewer
     workers: int | None = None
-    # number of images or captions that are encoded at a time. Without --batch the number is 256
+    # number of images or captions that are encoded at a time, > 0
     batch: int = 256
     # torch device, for example cpu, cuda or cuda:1. Without --device the command uses a GPU, or the
     # CPU if there is no GPU
@@ -2666,9 +2666,7 @@ def check_flags(runs, given):
     known = TASKS | PICTURES
     if unknown := set(Flags(**given).tasks) - known.keys():
         raise UserError(f"There is no task {', '.join(unknown)}; there are {', '.join(known)}.")
-    for name, least in {"limit": 1, "batch": 1, "workers": 0}.items():
-        if given.get(name, least) < least:
-            raise UserError(f"{common.flag_of(name)} {given[name]} must be at least {least}.")
+    common.check_numbers(given, common.comments_of(Flags))
     if "export" in given and len(runs) > 1:
         raise UserError(f"--export writes the weights of one run: give one run, not {len(runs)}.")
 

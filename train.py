@@ -64,7 +64,6 @@ import itertools
 import json
 import math
 import multiprocessing
-import operator
 import os
 import re
 import resource
@@ -96,8 +95,8 @@ from eval import METHODS
 class Config:
     """Settings that all methods have. Batch sizes are global, over all ranks.
 
-    The comment behind a field or above a field is the help of its flag. check_number checks the
-    bounds in the comment, such as > 0 and <= 1. Every number must be finite and not negative.
+    The comment behind a field or above a field is the help of its flag. common.check_numbers checks
+    the bounds in the comment, such as > 0 and <= 1.
     """
 
     preset: str = "tiny"  # preset of the method: a named set of values that replace the defaults
@@ -473,7 +472,6 @@ FIXED = {"method", "preset", "vocab", "vocab_size", "optimizer", "finetune", "in
 def check_settings(args, method, usual, given):
     """Raise UserError for flags that do not fit each other. usual: the settings without any flag. A
     flag with its usual value is accepted. given: the flags of Config that are given."""
-    helps = common.comments_of(Config) | common.comments_of(method.Settings)
     unused = () if method.uses_text(args) else TEXT_FLAGS
     if method.views(args):
         unused += ("crop_scale",)
@@ -489,8 +487,8 @@ def check_settings(args, method, usual, given):
                             "it out.")
         if name in unused:
             raise UserError(f"{flag} has no effect on this objective: leave it out.")
-        if isinstance(value, (int, float)):
-            check_number(flag, value, helps[name])
+    comments = common.comments_of(Config) | common.comments_of(method.Settings)
+    common.check_numbers(vars(args), comments)
     if "steps" in given and "epochs" not in given:
         args.epochs = None  # --steps replaces the --epochs of the resumed run
     if method.uses_text(args) and args.batch < 2:
@@ -502,17 +500,6 @@ def check_settings(args, method, usual, given):
         raise UserError("--bench times a new run: leave out --resume.")
     if args.bench:
         args.steps, args.epochs = max(args.steps, BENCH_WARMUP + args.bench), None
-
-
-def check_number(flag, value, help):
-    """Raise UserError for a number that is not finite, is negative, or breaks a bound in the help
-    of its flag. The help has bounds such as "> 0" and "<= 1"."""
-    if not math.isfinite(value) or value < 0:
-        raise UserError(f"{flag} {value} must be finite and not negative.")
-    holds = {">": operator.gt, "<": operator.lt, "<=": operator.le}
-    for sign, bound in re.findall(r"(>|<=?) (\S*\d)", help):
-        if not holds[sign](value, float(bound)):
-            raise UserError(f"{flag} {value} must be {sign} {bound}.")
 
 
 # The run's directory -----------------------------------------

@@ -245,7 +245,7 @@ ERRORS = [
     # Evaluation
     ("eval bare", "^bare/config.json cannot be read: No such file.* Give .* runs/sparc"),
     ("eval runs/sparc --task dance", "no task dance; there are zeroshot, "),
-    ("eval runs/sparc --limit 0", "--limit 0 must be at least 1"),
+    ("eval runs/sparc --limit 0", "--limit 0 must be > 0"),
     *(("eval runs/sparc --data crepe", "crepe/swap_att.json: .* must have filename, caption and",
        {"crepe/swap_att.json": text}) for text in (CREPE[:-1], CREPE.replace("filename", "file"))),
     *((f"eval runs/sparc {flag} {'n' * 300}", message) for flag, message in {
