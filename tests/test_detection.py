@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -423,9 +422,6 @@ def test_the_task_by_hand(monkeypatch):
             patch.setattr(sparc, "average_precisions", lambda found, truths, most: {
                 0: torch.full((10,), float(most))})
             assert evaluation.detection(embedder(wrong), data, None)["detection/AP"] == k
-    data.boxes = lambda: [(torch.full((3, 8, 8), 4.0), boxes_of())]
-    with pytest.raises(UserError, match="nothing.json .* no true box"):
-        evaluation.detection(embedder(wrong), data, SimpleNamespace(data="nothing.json"))
 
 
 FLAGS = "--method detector --batch 4 --steps 4 --log-every 1 --warmup 1 --lr 0.01 --finetune"
