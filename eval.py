@@ -712,13 +712,11 @@ class Classes:
 def read_templates(given):
     """The values of --templates -> list of templates. The values are templates, or one file of
     templates. Raises UserError for a template that does not have exactly one placeholder."""
-    source = "--templates"
     if len(given) == 1 and common.look_at(given[0]) == "file":
-        source += f" {given[0]}"
         given = common.read_list(given[0], "--templates")
     for template in given:
         if re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
-            raise UserError(f"{source}: {template!r} needs one placeholder: write {{}} for the "
+            raise UserError(f"--templates: {template!r} needs one placeholder: write {{}} for the "
                             f"name of a class, or {{a}} for the name with its article; or give a "
                             f"file with one template a line.")
     return given
@@ -2366,13 +2364,13 @@ def tasks_to_run(options, data, model):
     return tasks
 
 
-def evaluate(embedder, data, options, report=lambda new: None, failed=None):
+def evaluate(embedder, data, options, report=lambda new, result: None, failed=None):
     """Run the tasks -> {metric: float}. METRIC/chance is the value of a random guess, if the task
     knows this value.
 
-    All ranks must call this function, because they divide the encoding. report(metrics) is called
-    when a task ends. Raises UserError if a task cannot run. With a list `failed` in one process,
-    the list gets the message instead, and the other tasks run.
+    All ranks must call this function, because they divide the encoding. report(metrics of a task,
+    metrics so far) is called when the task ends. Raises UserError if a task cannot run. With a list
+    `failed` in one process, the list gets the message instead, and the other tasks run.
     """
     result, embedder = {}, dataclasses.replace(embedder, share=common.this_rank())
     for name in tasks_to_run(options, data, embedder.model):
@@ -2382,7 +2380,7 @@ def evaluate(embedder, data, options, report=lambda new: None, failed=None):
                 found = found if isinstance(found, tuple) else (found,)
                 new |= zip((metric, f"{metric}/chance"), map(to_float, found))
             result |= new
-            report(new)
+            report(new, result)
     return result
 
 
@@ -2399,20 +2397,26 @@ def print_metrics(metrics):
 
 def evaluate_and_show(embedder, data, options, run, failed):
     """Evaluate, print a table, write the metrics and the pictures into RUN -> {metric: float}. The
-    metrics of a task are printed when the task ends. Rank 0 alone draws and writes.
+    metrics of a task are printed and written when the task ends. Rank 0 alone draws and writes.
     failed: a list that gets a message for each task that fails and for each file that cannot be
     written."""
     if common.this_rank()[0] > 0:
         return evaluate(embedder, data, options)
     before = len(failed)
-    result = evaluate(embedder, data, options, print_metrics, failed)
-    is_whole = options.is_own and not options.tasks and len(failed) == before
+
+    def report(new, result):
+        print_metrics(new)
+        with noted([]):  # an error here does not matter, as a later line has all tasks
+            write_line(run, metrics_record(embedder, data, options, result), is_complete=False)
+
+    result = evaluate(embedder, data, options, report, failed)
+    is_complete = len(failed) == before  # true if no task has failed
     print_notes(embedder, data)
     if result:  # a command that only draws has no metrics
         record = metrics_record(embedder, data, options, result)
         with noted(failed):
-            write_line(run, record)
-        if is_whole:
+            write_line(run, record, is_complete)
+        if is_complete and options.is_own and not options.tasks:
             failed += save_figures({Path(run, "eval.json"): record}, embedder.step)
     drawn = draw_pictures(embedder, data, options.tasks)
     pages = {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
@@ -2467,14 +2471,16 @@ def metrics_record(embedder, data, options, result):
     return {"settings": depends_on} | common.without_nan(result)
 
 
-def write_line(run, record):
-    """Write a record as the last line of RUN/evals.jsonl. The record replaces an equal line. The
-    whole file is written again and renamed, so that neither a killed process nor a full disk loses
-    a line."""
-    path, new = Path(run, "evals.jsonl"), json.dumps(record).encode()
+def write_line(run, record, is_complete=True):
+    """Write a record as the last line of RUN/evals.jsonl. The record replaces an equal line. It
+    also replaces the line of the tasks so far, which says "complete": false. The whole file is
+    written again and renamed, so that neither a killed process nor a full disk loses a line."""
+    path, mark = Path(run, "evals.jsonl"), {"complete": False}
+    begun = json.dumps(mark | {"settings": record["settings"]})[:-1].encode()
+    new = json.dumps(record if is_complete else mark | record).encode()
     with common.locked(run), common.writing(path):
         lines = path.read_bytes().splitlines() if path.exists() else []
-        kept = [line for line in lines if line != new]
+        kept = [line for line in lines if not line.startswith(begun) and line != new]
         with common.replacing(path) as file:
             file.write(b"\n".join([*kept, new, b""]))
 
@@ -2529,9 +2535,6 @@ def search(embedder, data, options, run):
     a caption or, for STAIR, words with AND, OR, NOT (STAIR, App. D)."""
     note_useless_flags(options)
     pairs, index = data.captioned or data.labelled, None
-    if pairs is None:
-        raise UserError(f"--query needs images to search: give a folder of images, a table or "
-                        f"shapes in place of {options.data}.")
     captions, more = options.query, {}
     if embedder.model.encode_words:
         captions = [query for query in options.query if not stair.is_boolean(query)]

@@ -163,17 +163,17 @@ def test_a_file_that_cannot_be_written_fails_alone(run, monkeypatch, capsys):
     assert (run / "segmentation.png").exists()
 
 
-def test_a_full_disk_leaves_the_lines_of_other_evaluations(tmp_path, monkeypatch):
-    """A record replaces an equal line."""
+def test_a_full_disk_leaves_the_lines_of_finished_tasks(tmp_path, monkeypatch):
+    """The last line replaces the line of the tasks so far, which says that it is not complete."""
     record, path = {"settings": {"step": 3}, "knn": 0.5}, tmp_path / "evals.jsonl"
-    new = record | {"zeroshot": 0.25}
-    evaluation.write_line(tmp_path, record)
+    evaluation.write_line(tmp_path, record, is_complete=False)
+    assert json.loads(path.read_bytes()) == {"complete": False} | record
     with unwritable(monkeypatch, "evals.jsonl"), pytest.raises(UserError, match="cannot be written"):
-        evaluation.write_line(tmp_path, new)
-    assert json.loads(path.read_bytes()) == record
-    for _ in range(2):
-        evaluation.write_line(tmp_path, new)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [record, new]
+        evaluation.write_line(tmp_path, record | {"zeroshot": 0.25})
+    assert json.loads(path.read_bytes()) == {"complete": False} | record
+    evaluation.write_line(tmp_path, record | {"zeroshot": 0.25})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        record | {"zeroshot": 0.25}]
 
 
 def write_lines(run, writer):

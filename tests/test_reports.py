@@ -96,12 +96,12 @@ def test_a_task_that_fails_costs_no_figure_of_the_others(run, monkeypatch, capsy
     with pytest.raises(common.UserError, match="^Task negatives: no image"):
         evaluation.main([str(run), "--task", "zeroshot,negatives,alignment"])
     record = lines(run)[-1]
-    assert {"zeroshot", "alignment/own/colour"} <= record.keys()
+    assert {"zeroshot", "alignment/own/colour"} <= record.keys() and record["complete"] is False
     monkeypatch.setitem(evaluation.TASKS, "negatives", evaluation.TASKS["negatives"]._replace(
         run=lambda *given: {"negatives": math.nan}))
     evaluation.main([str(run), "--task", "zeroshot,negatives"])
     assert re.search("negatives +nan", capsys.readouterr().out)
-    assert lines(run)[-1]["negatives"] is None
+    assert "complete" not in lines(run)[-1] and lines(run)[-1]["negatives"] is None
 
 
 def test_relative_paths_of_a_run_mean_the_directory_of_its_training(tmp_path, monkeypatch):
