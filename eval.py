@@ -394,6 +394,7 @@ class Embedder:
     text_free: bool = False              # encode a caption as the set of its words (STAIR)
     step: int = 0                        # number of training steps
     resize: int | None = None            # the shorter side before the crop; None: `read` chooses
+    amp: str = "off"                     # precision of the encoders, "bf16" or "off"
     share: tuple = (0, 1)                # (number of this rank, number of ranks)
     tells: bool = False                  # print at once which tokens the model does not see
     # sums of the counts of `count` so far; copies of an Embedder share this Counter
@@ -474,7 +475,9 @@ class Embedder:
         """Return encode(*inputs) in fp32 on the CPU. encode: a function, or the name of a method.
         Raises UserError if a number is NaN or infinite."""
         encode = getattr(self, encode) if isinstance(encode, str) else encode
-        x = encode(*inputs).float().cpu()
+        device = torch.device(self.device).type
+        with torch.autocast(device, torch.bfloat16, enabled=self.amp == "bf16"):
+            x = encode(*inputs).float().cpu()
         if not x.isfinite().all():
             raise UserError("Encodings are not finite numbers: the run has diverged, or its "
                             "checkpoint is damaged. Evaluate another run.")
@@ -809,6 +812,9 @@ class Flags:
     # torch device, for example cpu, cuda or cuda:1. Without --device the command uses a GPU, or the
     # CPU if there is no GPU
     device: str | None = None
+    # precision of the encoders. bf16 is faster on a GPU, and changes the metrics a little. Without
+    # --amp the precision is fp32 (off)
+    amp: Literal["bf16", "off"] = "off"
 
     @property
     def tasks(self):
@@ -2538,7 +2544,10 @@ def search(embedder, data, options, run):
     captions, more = options.query, {}
     if embedder.model.encode_words:
         captions = [query for query in options.query if not stair.is_boolean(query)]
-        index, more = stair.InvertedIndex(embedder.tokenizer.vocab), {"collect": stair.SparseRows}
+        vocab, size = embedder.tokenizer.vocab, embedder.model.text_encoder.vocab_size
+        # the embedding may have more rows than the vocabulary has words
+        index = stair.InvertedIndex([*vocab, *range(len(vocab), size)])
+        more = {"collect": stair.SparseRows}
     y = dict(zip(captions, embedder.texts(captions)))
     with common.explained(ValueError, "--query"):  # a wrong query ends before images are encoded
         for query in options.query:
@@ -2664,7 +2673,8 @@ def describe(options):
     """A phrase about the data, for the heading of the table."""
     most = f", {options.limit:,} samples at most" if options.limit else ""
     seen = ", from the training data of the run" if options.on_training_images else ""
-    return f"{options.data}, split {options.split}{most}{seen}"
+    amp = f", encoders in {options.amp}" if options.amp != "off" else ""
+    return f"{options.data}, split {options.split}{most}{seen}{amp}"
 
 
 def evaluate_run(run, given, device, failed):
@@ -2675,6 +2685,7 @@ def evaluate_run(run, given, device, failed):
     options = options_of(given, args)
     embedder.chunk, embedder.workers = options.batch, options.workers
     embedder.tells = bool(options.query)  # an evaluation prints its counts at the end
+    embedder.amp = options.amp
     captions = embedder.tokenizer is not None and not options.query  # a search needs no captions
     data = open_eval_set(options, embedder.image_size, captions)
     so_far = "" if embedder.step == args.steps else f", step {embedder.step} of {args.steps},"

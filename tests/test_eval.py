@@ -904,7 +904,7 @@ def test_segmentation_is_measured_on_pascal_vocs_layout(tmp_path, capsys):
 
 def test_each_flag_of_a_task_is_named_where_no_task_reads_it(tmp_path, capsys):
     general = {"data", "image_root", "split", "limit", "task", "query", "checkpoint", "export",
-               "workers", "batch", "device"}
+               "workers", "batch", "device", "amp"}
     rows = [*evaluation.TASKS.values(), *evaluation.PICTURES.values()]
     read = {flag for row in rows for flag in row.flags}
     assert {field.name for field in dataclasses.fields(evaluation.Flags)} == general | read
