@@ -2370,13 +2370,13 @@ def tasks_to_run(options, data, model):
     return tasks
 
 
-def evaluate(embedder, data, options, report=lambda new, result: None, failed=None):
+def evaluate(embedder, data, options, report=lambda new: None, failed=None):
     """Run the tasks -> {metric: float}. METRIC/chance is the value of a random guess, if the task
     knows this value.
 
-    All ranks must call this function, because they divide the encoding. report(metrics of a task,
-    metrics so far) is called when the task ends. Raises UserError if a task cannot run. With a list
-    `failed` in one process, the list gets the message instead, and the other tasks run.
+    All ranks must call this function, because they divide the encoding. report(metrics) is called
+    when a task ends. Raises UserError if a task cannot run. With a list `failed` in one process,
+    the list gets the message instead, and the other tasks run.
     """
     result, embedder = {}, dataclasses.replace(embedder, share=common.this_rank())
     for name in tasks_to_run(options, data, embedder.model):
@@ -2386,7 +2386,7 @@ def evaluate(embedder, data, options, report=lambda new, result: None, failed=No
                 found = found if isinstance(found, tuple) else (found,)
                 new |= zip((metric, f"{metric}/chance"), map(to_float, found))
             result |= new
-            report(new, result)
+            report(new)
     return result
 
 
@@ -2408,12 +2408,13 @@ def evaluate_and_show(embedder, data, options, run, failed):
     written."""
     if common.this_rank()[0] > 0:
         return evaluate(embedder, data, options)
-    before = len(failed)
+    so_far, before = {}, len(failed)
 
-    def report(new, result):
+    def report(new):
+        so_far.update(new)
         print_metrics(new)
         with noted([]):  # an error here does not matter, as a later line has all tasks
-            write_line(run, metrics_record(embedder, data, options, result), is_complete=False)
+            write_line(run, metrics_record(embedder, data, options, so_far), is_complete=False)
 
     result = evaluate(embedder, data, options, report, failed)
     is_complete = len(failed) == before  # true if no task has failed
