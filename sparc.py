@@ -1204,11 +1204,8 @@ if __name__ == "__main__":
         others = (cosines.mean() - own / L) * L / (L - 1)
         row = " ".join(f"{100 * weight:3.0f}" for weight in a[0, 0])
         print(f"{name:18}{row}{own:14.2f}{others:14.2f}")
-    print("\nHere softmax gives nearly all the weight to one of the word's two patches. The rows\n"
-          "below it use both.")
+    print("\nSoftmax gives nearly all the weight to one of the two patches.")
     right = fine_grained_loss(tokens, patches, mask, 10.0)
     wrong = fine_grained_loss(tokens, patches.roll(1, 0), mask, 10.0)
-    print("\nL_f (Eq. 6) is low if c is nearer to its word than to the other words. It is\n"
-          f"{right:.2f} with the right images, and {wrong:.2f} with wrong images\n"
-          "(guessing: log 4 = 1.39). In a wrong image, too, the patches that are most similar to\n"
-          "a word get the largest weights.")
+    print(f"\nL_f (Eq. 6) is {right:.2f} with the right images, {wrong:.2f} with wrong images,\n"
+          "and log 4 = 1.39 for a guess.")
