@@ -100,7 +100,6 @@ ERRORS = [
     ("bam --contrastive-crop --crop-start 9", "--crop-start 9 must be below --steps 4"),
 
     *((f"train --method detector --out run {flags}", message) for flags, message in (
-        ("--data shapes", "give --finetune RUN, a run of --method sparc"),
         ("--data shapes --finetune runs/bam", "bam is a run of --method bam"),
         ("--data table.csv --finetune runs/sparc", "table.csv is no JSON of boxes"),
         *((f"--data shapes:size=16 --finetune runs/sparc {flag}", message) for flag, message in (
