@@ -657,17 +657,26 @@ class LARS(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            # _foreach functions update all parameters at once. On a GPU, one kernel for each
+            # parameter would take longer to start than to run.
             decays = group.get("decays", True)
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                update = p.grad + group["weight_decay"] * decays * p
-                if decays:
-                    scale = group["trust"] * p.norm() / update.norm()
-                    update = update * torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
-                state = self.state[p]
-                state["momentum"] = group["betas"][0] * state.get("momentum", 0.0) + update
-                p.sub_(group["lr"] * state["momentum"])
+            decay = torch._foreach_mul(params, group["weight_decay"] * decays)
+            update = torch._foreach_add([p.grad for p in params], decay)
+            if decays:
+                size, update_size = (torch.stack(torch._foreach_norm(x)) for x in (params, update))
+                scale = group["trust"] * size / update_size                      # (n,)
+                scale = torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
+                update = torch._foreach_mul(update, list(scale))
+            for p in params:
+                if "momentum" not in self.state[p]:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+            momentum = [self.state[p]["momentum"] for p in params]
+            torch._foreach_mul_(momentum, group["betas"][0])
+            torch._foreach_add_(momentum, update)
+            torch._foreach_sub_(params, torch._foreach_mul(momentum, group["lr"]))
 
 
 # Ablations (Table 1) and SimCLR (App. H) --------------------------------------------------

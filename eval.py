@@ -2545,11 +2545,13 @@ def search(embedder, data, options, run):
     captions, more = options.query, {}
     if embedder.model.encode_words:
         captions = [query for query in options.query if not stair.is_boolean(query)]
-        vocab, size = embedder.tokenizer.vocab, embedder.model.text_encoder.vocab_size
+    encoded = embedder.texts(captions)
+    if embedder.model.encode_words:
+        vocab = embedder.tokenizer.vocab
         # the embedding may have more rows than the vocabulary has words
-        index = stair.InvertedIndex([*vocab, *range(len(vocab), size)])
+        index = stair.InvertedIndex([*vocab, *range(len(vocab), encoded.shape[1])])
         more = {"collect": stair.SparseRows}
-    y = dict(zip(captions, embedder.texts(captions)))
+    y = dict(zip(captions, encoded))
     with common.explained(ValueError, "--query"):  # a wrong query ends before images are encoded
         for query in options.query:
             if query not in y:

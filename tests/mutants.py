@@ -178,8 +178,8 @@ mean = «gather(y.mean(1)[None]).mean(0 => y.mean(1») # BatchNorm of one rank
 affine=«i < 2 => True») # the last has no scale
 nn.init.normal_(self[-1].weight, std=«0.02 => 0.2») # initial projector
 «not config.teacher => config.teacher» if config.batch_norm is None # App. C ;; trust=1e-«3 => 2»): # LARS
-                if «decays => True»: # biases are not scaled
-= «group["betas"][0] => 0.5» * state.get( # momentum
+            if «decays => True»: # biases are not scaled
+torch._foreach_mul_(momentum, «group["betas"][0] => 0.5») # momentum
 nn.init.normal_(self.head.weight, std=«0.02 => 0.2») # DeiT's initial head ;; label_smoothing=«smoothing => 0.0») # DeiT
 == bam.py | presets | test_presets
 tau_b: float = «0.05 => 0.1» # Sec. 3.4 ;; sinkhorn_iters: int = «3 => 1» # bam_loss.py:34
