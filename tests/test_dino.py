@@ -98,9 +98,10 @@ def test_model_loss_equals_the_loss_of_views_encoded_one_by_one():
     torch.testing.assert_close(model.center, 0.9 * center + 0.1 * teacher.mean((0, 1)))
 
 
-@pytest.mark.parametrize("name", ["dino", "bam"])
-def test_teacher_is_a_moving_average_whose_momentum_grows_to_1(name):
-    model = tiny_model(name, ema=0.9)
+@pytest.mark.parametrize("name, settings", [
+    ("dino", {}), ("bam", {}), ("bam", dict(target="moco"))])
+def test_teacher_is_a_moving_average_whose_momentum_grows_to_1(name, settings):
+    model = tiny_model(name, ema=0.9, **settings)
     expected = [p.clone() for p in model.teacher.parameters()]
     assert all(map(torch.equal, expected, model.student().parameters()))
     assert not any(p.requires_grad for p in model.teacher.parameters())

@@ -1,7 +1,6 @@
 """Encoders: ViT, text transformer and ResNet against torch, torchvision and literal references.
 
-BatchNorm and gather on three ranks must equal one process. Further tests check which weights are
-read from the checkpoints of other projects.
+Further tests check which weights are read from the checkpoints of other projects.
 """
 
 import math
@@ -15,8 +14,7 @@ from torch.nn.functional import gelu, layer_norm
 from torchvision.models import resnet
 
 import common
-import sparc
-from helpers import assert_same_with_gradients, run_ranks, tiny_model
+from helpers import assert_same_with_gradients, tiny_model
 
 WIDTH, HEADS, DEPTH, PATCH, SIZE = 12, 3, 2, 4, 12  # of the tiny ViT: a grid of 3 x 3 patches
 VOCAB, CONTEXT = 19, 7
@@ -242,54 +240,6 @@ def test_stochastic_depth_drops_rows_only_in_training():
     ("C:/data/a.csv:image=path", "C:/data/a.csv", {"image": "path"})])
 def test_parse_spec_separates_the_name_from_its_settings(spec, name, settings):
     assert common.parse_spec(spec) == (name, settings)
-
-
-def norm_and_images(kind):
-    """Return a BatchNorm of this class, images for three ranks, and weights of their outputs."""
-    torch.manual_seed(5)
-    images = torch.randn(6, 3, 5, 5)
-    images[2:] = 2 * images[2:] + 3  # the first rank's images have other statistics
-    return kind(3), images, torch.randn(6, 3, 5, 5)
-
-
-def normalise_on(rank):
-    """Return what this rank gets from BatchNorm and from gather, with gradients."""
-    norm, images, weights = norm_and_images(common.BatchNorm)
-    part = slice(2 * rank, 2 * rank + 2)
-    x = images[part].requires_grad_()
-    y = norm(x)
-    (y * weights[part]).sum().backward()
-    own, every = torch.ones(2, 2, requires_grad=True), torch.ones(6, 2, requires_grad=True)
-    ((sparc.all_ranks(own) + every) * (rank + 1)).sum().backward()
-    return {"y": y.detach(), "gradient": x.grad, "rank": common.this_rank()[0], "own": own.grad,
-            "every": every.grad, "gradients": [p.grad for p in norm.parameters()],
-            "state": norm.state_dict(), "half": norm(x.bfloat16()).detach(),
-            "gathered": sparc.all_ranks(torch.tensor([[rank, 0], [rank, 1]])),
-            "objects": common.gather_objects({"rank": rank})}
-
-
-@pytest.mark.ranks
-def test_batch_norm_and_gather_on_three_ranks_equal_one_process(tmp_path):
-    ranks = run_ranks(tmp_path, normalise_on, world=3)
-    norm, images, weights = norm_and_images(nn.BatchNorm2d)
-    y = norm(images.requires_grad_())
-    (y * weights).sum().backward()
-    close(torch.cat([rank["y"] for rank in ranks]), y.detach(), 1e-5)
-    close(torch.cat([rank["gradient"] for rank in ranks]), images.grad, 1e-5)
-    for i, parameter in enumerate(norm.parameters()):
-        close(sum(rank["gradients"][i] for rank in ranks), parameter.grad, 1e-4)
-    half = torch.cat([rank["half"] for rank in ranks])  # bf16, but its statistics are fp32
-    expected = norm(images.bfloat16().float()).detach()
-    assert half.dtype == torch.bfloat16
-    torch.testing.assert_close(half.float(), expected, atol=1e-4, rtol=2**-8)
-    assert common.this_rank()[0] == 0 and sparc.all_ranks(ranks) is ranks  # in one process
-    for i, rank in enumerate(ranks):
-        for name, value in norm.state_dict().items():  # running statistics of both batches
-            close(rank["state"][name], value, 1e-6, 1e-6)
-        assert rank["rank"] == i
-        assert rank["gathered"].tolist() == [[rank, row] for rank in range(3) for row in (0, 1)]
-        assert rank["objects"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
-        assert (rank["own"] == 1 + 2 + 3).all() and (rank["every"] == i + 1).all()
 
 
 @pytest.mark.parametrize("name", ["sparc", "sparo", "stair", "dino", "bam", "classifier"])

@@ -365,12 +365,13 @@ def opened(spec, **flags):
     return evaluation.open_eval_set(options, 8), options
 
 
-def make_folders(root, names=COLOURS):
-    """Write class folders with two pictures of each colour, and a broken file in the first."""
+def make_folders(root, names=COLOURS, n=2, broken=("broken.png",)):
+    """Write class folders with n pictures of each colour, and broken files in the first."""
     for name, colour in zip(names, COLOURS.values()):
         image = picture(20, 12, format="PNG", value=colour)
-        write_files(root, {f"{name}/0.png": image, f"{name}/1.png": image})
-    write_files(root / [*names][0], {"broken.png": "no image"})
+        write_files(root, {f"{name}/{i}.png": image for i in range(n)})
+    write_files(root / [*names][0], dict.fromkeys(broken, "no image"))
+    return str(root)
 
 
 def opened_folders(root, **flags):
@@ -669,6 +670,9 @@ def test_negatives_are_measured_on_sugarcrepes_files(tmp_path):
     assert result == expected | {f"{metric}/chance": 0.5 for metric in expected}
     write_files(tmp_path / "coco", {"a.json": '{"annotations": [{"caption": "a dog"}]}'})
     assert not evaluation.sugarcrepe_files(tmp_path / "coco")
+    write_files(tmp_path / "folders", {"red/0.png": "", "index.json": '[{"filename": "0.png"}]'})
+    data, _ = opened(tmp_path / "folders")
+    assert data.hard_negatives is None and data.groups[""][1] == ["red"]
 
 
 def test_active_words_of_images_and_captions_are_counted(tmp_path):
@@ -1012,17 +1016,13 @@ def test_a_slot_that_agrees_gives_its_word_and_its_brightest_patch(monkeypatch):
 
 def test_vtab_avg_is_the_relative_change_of_the_mean_accuracy():
     """SPARO, Table 5. The pairs rise by 20 %; the mean accuracy falls from .5 to .45."""
+    assert sparo.relative_change(0.4, 0.5, 0.8, 0.9) == pytest.approx(0.25 / 0.125)
+    assert math.isnan(sparo.relative_change(0.4, 0.5, 0.8, 0.8))
     rows = [{"masks/zeroshot_before": before, "masks/slots/zeroshot": after,
              "masks/slots/pairs_before": 0.7, "masks/slots/pairs": 0.84,
              "masks/slots/zeroshot/relative_change": 9} for before, after in ((0.9, 0.8), (0.1, 0.1))]
     name = "masks/slots/zeroshot/relative_change_of_means"
     assert sparo.change_of_means(rows) == pytest.approx({name: -0.1 / 0.2})
-
-
-def test_other_json_files_next_to_class_folders_are_not_sugarcrepe(tmp_path):
-    write_files(tmp_path, {"red/0.png": picture(), "index.json": '[{"filename": "0.png"}]'})
-    data, _ = opened(tmp_path)
-    assert data.hard_negatives is None and data.groups[""][1] == ["red"]
 
 
 @pytest.mark.parametrize("name, pictures", [

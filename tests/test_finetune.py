@@ -12,20 +12,11 @@ import common
 import eval as evaluation
 import train
 from common import UserError
-from helpers import (ENCODER, SMALL, make_batch, picture, tiny_model, train_alone, weights,
-                     write_files, write_shards)
+from helpers import (ENCODER, SMALL, make_batch, tiny_model, train_alone, weights, write_files,
+                     write_shards)
+from test_eval import make_folders
 
 PLAIN = "--mixup 0 --cutmix 0 --erasing 0 --no-rand-augment --smoothing 0 --drop-path 0"
-# {class: colour of its pictures}
-COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
-
-
-def make_folders(root, names=COLOURS, n=10):
-    """Write class folders with n pictures of one colour each, and return their directory."""
-    for name, colour in zip(names, COLOURS.values()):
-        image = picture(16, 16, format="PNG", value=colour)
-        write_files(root, {f"{name}/{name}{i}.png": image for i in range(n)})
-    return str(root)
 
 
 def changes(**settings):
@@ -132,7 +123,7 @@ def test_fine_tuning_of_an_encoder_without_norm_keeps_the_classifiers_norm():
 
 
 def test_positions_are_interpolated_to_another_image_size(tmp_path, run_of):
-    data = make_folders(tmp_path / "data", n=2)
+    data = make_folders(tmp_path / "data", broken=())
     train_alone(["--finetune", run_of("bam"), "--image-size", 32, "--lr", 0, "--steps", 1,
                  "--batch", 2, "--data", data, "--out", tmp_path / "run"])
     pos = evaluation.load_run(run_of("bam"))[0].model.evaluation_encoder().pos
@@ -147,7 +138,8 @@ def test_positions_are_interpolated_to_another_image_size(tmp_path, run_of):
 
 
 def test_a_classifier_learns_classes_and_eval_py_measures_them(tmp_path, capsys):
-    data, test = make_folders(tmp_path / "data"), make_folders(tmp_path / "test", n=2)
+    data = make_folders(tmp_path / "data", n=10, broken=())
+    test = make_folders(tmp_path / "test", broken=())
     run = str(tmp_path / "run")
     train.main([*SMALL["classifier"], *PLAIN.split(), "--data", data, "--eval-data", test, "--lr",
                 "0.01", "--warmup", "1", "--steps", "8", "--image-size", "16", "--label-fraction",

@@ -186,20 +186,3 @@ def test_an_evaluation_equals_the_cpus(run_of, name):
     for metric in of_cpu:
         assert of_gpu[metric] == pytest.approx(of_cpu[metric], abs=0.05, nan_ok=True), metric
     torch.testing.assert_close(*encodings, atol=1e-4, rtol=1e-4)
-
-
-def test_products_are_exact_in_fp32_outside_of_half_precision():
-    """TF32 rounds the factors of a product to 2^-11; fp32 to 2^-24."""
-    x = torch.randn(256, 256, dtype=torch.float64)
-    image, kernel = torch.randn(2, 8, 16, 16).double(), torch.randn(8, 8, 3, 3).double()
-
-    def error():
-        product = (x.cuda().float() @ x.cuda().float()).cpu() - x @ x
-        return (product.norm() / (x @ x).norm()).item()
-
-    assert error() < 1e-6
-    convolved = torch.nn.functional.conv2d(image.cuda().float(), kernel.cuda().float()).cpu()
-    expected = torch.nn.functional.conv2d(image, kernel)
-    assert (convolved - expected).norm() / expected.norm() < 1e-6
-    torch.backends.cuda.matmul.allow_tf32 = True
-    assert error() > 1e-5
