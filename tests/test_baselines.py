@@ -10,7 +10,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import sparc
 from helpers import assert_same_with_gradients, cos, infonce, make_batch, mean, softmax, tiny_model

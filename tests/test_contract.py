@@ -31,9 +31,8 @@ import sparo
 import stair
 import train
 from helpers import (METHOD, MODELS, ROOT, SMALL, assert_one_process, assert_same_weights,
-                     batch_of, make_views, on_ranks, read_log, run_ranks, shapes_alone,
-                     tiny_model, train_alone, train_on_rank, train_until, write_files,
-                     write_shards, write_table)
+                     batch_of, make_views, on_ranks, read_log, run_ranks, tiny_model, train_alone,
+                     train_on_rank, train_until, write_files, write_shards, write_table)
 from train import METHODS
 
 STABLE_FLAGS = """--preset tiny --data shapes --out DIR --steps 1 --batch 8 --lr 0.1 --amp bf16
@@ -53,12 +52,6 @@ STABLE_NAMES = """
     sparc.Model.encode_image(self,images) sparc.Model.encode_text(self,tokens,mask)
     bam.Model.encode_image(self,images)
 """
-# {preset: millions of parameters}: SPARO, Tables 6 and B.2, rounded; BAM, Tables 4 and 8, cut off
-PRINTED = {
-    "l400m-b32": 151, "cc15m-r50": 97, "cc15m-r50-d64": 108, "cc15m-r50-clip": 102,
-    "cc15m-r50-clip4096": 110, "vit-s16": 21, "vit-b16": 85, "r50": 23, "moco-s16": 21,
-    "moco-b16": 85, "moco-r50": 23, "b16-single": 140,  # STAIR, counted by hand
-    "dino-s16": 19}  # ViT-S/16 without the block that SPARO replaces
 ON_FILES = "--image-size 16 --data "
 
 
@@ -166,21 +159,22 @@ def test_two_ranks_equal_one_process_and_every_parameter_has_a_gradient(tmp_path
         assert [key for key, g in trained.items() if g is None or g.abs().max() == 0] == [], name
 
 
-@pytest.mark.parametrize("name, flags, steps, ranks", [
-    *(pytest.param(name, "", [3], 2, marks=pytest.mark.ranks) for name in ("sparc", "dino")),
-    ("stair", ON_FILES + "table.csv", [2, 3, 4, 6], 1),  # within stages and at their ends
-    ("sparc", ON_FILES + "table.csv", [3], 1),
-    ("sparo", ON_FILES + "table.csv --vocab merges.txt", [3], 1),
-    ("dino", ON_FILES + "table.csv --workers 1", [2], 1),
-    ("sparc", ON_FILES + "000.tar::001.tar", [3], 1),
-    ("sparc", ON_FILES + "{000..001}.tar --workers 2", [3], 1),
+@pytest.mark.parametrize("name, flags, checkpoints, ranks", [
+    *(pytest.param(name, "", "step-3", 2, marks=pytest.mark.ranks) for name in ("sparc", "dino")),
+    # within stages and at their ends
+    ("stair", ON_FILES + "table.csv", "stage-1 step-3 step-4 step-6", 1),
+    ("sparc", ON_FILES + "table.csv", "step-3", 1),
+    ("sparo", ON_FILES + "table.csv --vocab merges.txt", "step-3", 1),
+    ("dino", ON_FILES + "table.csv --workers 1", "step-2", 1),
+    ("sparc", ON_FILES + "000.tar::001.tar", "step-3", 1),
+    ("sparc", ON_FILES + "{000..001}.tar --workers 2", "step-3", 1),
     ("bam", "--optimizer lars --lr 0.3 --image-encoder tiny:width=16,heads=2,cls=1,drop_path=0.5",
-     [3], 1),
+     "step-3", 1),
     ("bam", ON_FILES + "table.csv --workers 1 --contrastive-crop --crop-start 1 --crop-every 3",
-     [3], 1),
-    ("classifier", ON_FILES + "{000..001}.tar --workers 2 --classes names.txt", [3], 1)])
+     "step-3", 1),
+    ("classifier", ON_FILES + "{000..001}.tar --workers 2 --classes names.txt", "step-3", 1)])
 def test_a_run_on_any_data_continues_from_a_checkpoint_as_if_it_had_not_ended(
-        tmp_path, monkeypatch, capsys, name, flags, steps, ranks):
+        tmp_path, monkeypatch, capsys, name, flags, checkpoints, ranks):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(common.Stream, "part", 3)      # a batch of files has several parts
     write_table(tmp_path, 12, broken=[3])
@@ -194,11 +188,18 @@ def test_a_run_on_any_data_continues_from_a_checkpoint_as_if_it_had_not_ended(
             train_alone(command)
 
     run(*SMALL[name], *flags.split(), "--keep-every", "1", "--out", tmp_path / "whole")
-    for step in steps:
-        again = shutil.copytree(tmp_path / "whole", tmp_path / f"again-{step}")
-        run("--resume", "--checkpoint", f"step-{step}.pt", "--out", again)
-        assert_same_weights(again, tmp_path / "whole")
-        assert len(read_log(again)) == len(read_log(tmp_path / "whole"))
+    for name in checkpoints.split():
+        again = shutil.copytree(tmp_path / "whole", tmp_path / f"again-{name}")
+        run("--resume", "--checkpoint", f"{name}.pt", "--out", again)
+        for path in (tmp_path / "whole").glob("*.pt"):
+            states = [common.load_checkpoint(place / path.name) for place in (path.parent, again)]
+            for key in ("step", "model", "optimizer"):
+                torch.testing.assert_close(*[state[key] for state in states], rtol=0, atol=0)
+            a, b = ([rank["rng"] for rank in state["ranks"]] for state in states)
+            assert all(map(torch.equal, a, b))
+        a, b = ([(x["step"], x["loss"]) for x in read_log(place)] for place in (path.parent, again))
+        assert a == b
+        assert train.parse_args(["--resume", "--out", str(again)]).checkpoint == "last.pt"
     assert "the data begin again" not in capsys.readouterr().out
 
 
@@ -240,22 +241,6 @@ def test_fields_have_help_and_presets_name_fields(method):
         args = train.parse_args(["--method", method, "--preset", preset])
         assert vars(args) | values == vars(args)
     train.parse_args(["--method", method, *STABLE_FLAGS.split()])
-
-
-@pytest.mark.parametrize("name, preset", [
-    (name, preset) for name in METHODS for preset in METHODS[name].PRESETS])
-def test_presets_have_the_papers_parameters(name, preset):
-    """A preset needs no further flag. The meta device counts parameters without memory for them."""
-    method, args = METHODS[name], train.parse_args(["--method", name, "--preset", preset])
-    args.classes = ["a", "b"]  # for classifiers
-    with shapes_alone():
-        encoders = common.build_encoders(method, args, range(4))
-        model = common.build_model(method, args, *encoders)
-    text = method.uses_text(args)
-    counted = model if text else model.image_encoder
-    millions = sum(p.numel() for p in counted.parameters()) / 1e6
-    found = round(millions) if text else int(millions)
-    assert found == PRINTED.get(preset, found)
 
 
 @pytest.mark.parametrize("name", STABLE_NAMES.split())

@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, layer_norm
 from torchvision.models import resnet
 
 import common
-from helpers import assert_same_with_gradients, tiny_model
+from helpers import assert_same_with_gradients
 
 WIDTH, HEADS, DEPTH, PATCH, SIZE = 12, 3, 2, 4, 12  # of the tiny ViT: a grid of 3 x 3 patches
 VOCAB, CONTEXT = 19, 7
@@ -240,14 +240,3 @@ def test_stochastic_depth_drops_rows_only_in_training():
     ("C:/data/a.csv:image=path", "C:/data/a.csv", {"image": "path"})])
 def test_parse_spec_separates_the_name_from_its_settings(spec, name, settings):
     assert common.parse_spec(spec) == (name, settings)
-
-
-@pytest.mark.parametrize("name", ["sparc", "sparo", "stair", "dino", "bam", "classifier"])
-def test_evaluation_encoder_is_the_encoder_that_encode_image_uses(name):
-    """An encoding has the length 1."""
-    model = tiny_model(name).eval()
-    images, before = torch.randn(2, 3, 16, 16), []
-    model.evaluation_encoder().register_forward_hook(lambda *call: before.append(call[1][0]))
-    torch.testing.assert_close(model.encode_image(images).norm(dim=1), torch.ones(2))
-    assert torch.equal(before[0], images)
-    assert (model.evaluation_encoder() is model.image_encoder) == (name not in ("dino", "bam"))

@@ -4,7 +4,6 @@ A message names the wrong value and the remedy in one line. The command must not
 """
 
 import io
-import math
 import pickle
 import shlex
 import shutil
@@ -15,7 +14,7 @@ import torch
 
 import eval as evaluation
 import train
-from common import BAD_SHARD, SPECIAL_TOKENS, UserError, open_directory, restore_model
+from common import BAD_SHARD, SPECIAL_TOKENS, UserError, open_directory
 from helpers import SMALL, picture, write_files
 from test_weights import made_up_clip_file
 
@@ -32,7 +31,7 @@ CREPE = '{"0": {"filename": "red/0.png", "caption": "a", "negative_caption": "b"
 # The directory where a command runs has these files, and the runs runs/NAME.
 FILES = {
     "table.csv": "filepath,title\na.png,one\nb.png,two\n",
-    "again.csv": "filepath,title\nphotos/red/0.png,one\nphotos/blue/0.png,two\n", "names.txt": "one\ntwo\n",
+    "names.txt": "one\ntwo\n",
     "000.tar": {"0.jpg": picture(), "0.txt": "n0"}, "001.tar": {}, "bare/notes.md": "",
     "mixed/cat/notes.md": "", "mixed/dog/1.jpg": "",
     "numbers/n00000001/a.png": picture(), "poor.txt": "\n".join([*SPECIAL_TOKENS, "a"]),
@@ -63,8 +62,6 @@ ERRORS = [
     # Settings of a training
     ("train --method sparc --preset b32 --out run", "--preset b32 names no data: give --data"),
     ("train --method sparo --preset cc3m-b16 --out run", "--preset cc3m-b16 names no data.*--vocab"),
-    *((f"{command} --workers 0", "samples of the first batch are in it twice: lower --batch or")
-      for command in ("sparc --image-size 16 --data again.csv", "bam --data photos --batch 4")),
     ("sparc --lernrate 1", "^unrecognized arguments: --lernrate 1: see --help.$"),
     ("sparc --data 0.tar 1.tar", "arguments: 1.tar: see --help.$"),
     ("eval run --chunk 3", "^unrecognized arguments: --chunk 3: see --help.$"),
@@ -161,8 +158,6 @@ ERRORS = [
     ("sparc --data a.csv", "left out: 1 x empty caption, the last ", "filepath,title\nx.jpg,\n"),
     ("sparc --data a.csv", "^Cannot read a.csv: 'utf-8' codec can't decode",
      b"filepath,title\nx.jpg,caf\xe9\n"),
-    ("sparc --data a.tsv", "a.tsv has an open quote in a row that ends in line 2 .field larger",
-     'filepath\ttitle\nx.jpg\t"never closed' + "x" * 200_000),
     ("sparc --data a.json", f"a.json is {NO_CAPTIONS}: Expecting property name", "{"),
     ("sparc --data a.json", f"a.json is {NO_CAPTIONS}", "[1]"),
     ("sparc --data a.json", f"{NO_CAPTIONS}: 'caption'.", COCO),
@@ -199,9 +194,6 @@ ERRORS = [
      saved({"patch_embed": torch.ones(2)})),
     ("bam --init-weights 0", "--init-weights 0: the file holds .*Missing.* such as ViT-S/16:cls=1",
      saved({"patch_embed.proj.weight": torch.ones(2)})),
-    (lambda: restore_model(torch.nn.Linear(1, 1), {"weight": torch.tensor([[math.nan]]),
-                                                   "bias": torch.ones(1)}, "a.pt", ""),
-     "a.pt holds weights that are NaN, infinite or no floats, weight: give another"),
     ("eval runs/bam runs/sparc --export out.pt", "--export writes the weights of one run: .*not 2"),
     ("eval runs/sparo --export out.pt", "--export writes a ViT of timm's architecture, but this"),
 
@@ -230,7 +222,6 @@ ERRORS = [
     *((f"{name} --init-weights 0", "0: the file is a checkpoint of train.py: .* `eval.py RUN --export",
        saved({"model": {}, "ranks": []})) for name in ("sparc", "bam")),
     ("train --resume --init-weights clip.pt --out runs/sparc", "leave out --init-weights clip.pt"),
-    ("train --resume --steps 5 --out runs/sparc", "has made 6 steps, .* past the end: leave out flags such as --steps"),
     ("train --resume --optimizer lamb --out runs/sparc", "--optimizer adamw, .* leave out"),
     *((f"{command} runs/{name}", message, {f"runs/{name}/{file}": text})
       for command, name in (("train --resume --out", "sparc"), ("eval", "sparc"))
@@ -265,12 +256,8 @@ ERRORS = [
     ("eval runs/bam --query red", "This run has no text encoder, so it cannot encode captions and queries"),
     ("eval runs/sparo --data numbers --task slots --select photos", f"{NUMBER} .* --classes"),
     ("eval runs/sparo --data photos --task slots", "slots needs --select"),
-    ("eval runs/sparo --data photos --task slots --select photos", "not the data to evaluate"),
     ("eval runs/sparo --data photos --task masks --select others", "SugarCrepe's files"),
     ("eval runs/sparc --data photos --classes 0", "--classes 0 cannot be read", b"\xff"),
-    ("eval runs/sparc --data photos --classes 0", "0 has 1 names for 2 class folders: give", "a\n"),
-    ("bam --data parts", "parts has the folders test, train, .* no classes: give parts/train",
-     {"parts/test/a.png": picture(), "parts/train/a.png": picture()}),
     ("eval runs/sparc --templates 0", PROMPT.format("red"), "red\n"),
     *((f"eval runs/sparc --templates '{template}'", PROMPT.format(template).replace("{", r"\{"))
       for template in ("no.txt", "{} {a}", "{")),

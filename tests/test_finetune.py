@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import one_hot
+from torch.nn.functional import normalize, one_hot
 
 import bam
 import common
@@ -70,6 +70,8 @@ def test_loss_smooths_labels_and_shares_of_labels():
         torch.testing.assert_close(model(batch | {"labels": labels})["loss"], expected)
     tokens = model.image_encoder(batch["images"])
     torch.testing.assert_close(scores, model.head(tokens[:, 0]))            # the [CLS] token
+    encoding = normalize(tokens[:, 0], dim=1)
+    torch.testing.assert_close(model.encode_image(batch["images"]), encoding)
     without = tiny_model("classifier", vit=dict(cls=False))
     tokens = without.image_encoder(batch["images"])
     torch.testing.assert_close(without.class_scores(batch["images"]), without.head(tokens.mean(1)))
@@ -87,7 +89,9 @@ def test_fine_tuning_starts_from_the_evaluated_encoder(tmp_path, run_of, name):
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert config["method"] == "classifier" and config["image_size"] == 16
     assert config["classes"] == common.SHAPE_NAMES
-    found, expected = weights(tmp_path / "run"), evaluation.load_run(run)[0].model.evaluation_encoder()
+    found, model = weights(tmp_path / "run"), evaluation.load_run(run)[0].model
+    expected = model.evaluation_encoder()
+    assert (expected is model.image_encoder) == (name != "dino")
     encoder = {key.removeprefix("image_encoder."): x for key, x in found.items()
                if key.startswith("image_encoder.")}
     assert encoder.keys() == expected.state_dict().keys()

@@ -351,19 +351,12 @@ def test_torch_traces_exports_and_quantises_encode_image(name, monkeypatch):
     """The traced and the exported function take another batch size than their example."""
     monkeypatch.setattr(stair.StreamedEncoding, "CHUNK", 600)               # a part for each image
     model = tiny_model(name).eval()
-    class Encode(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, images):
-            return self.model.encode_image(images)
-
+    model.forward = model.encode_image
     images, sizes = torch.rand(5, 3, 16, 16), {0: torch.export.Dim("B")}
     with torch.no_grad():
         expected = model.encode_image(images)
-        close(torch.jit.trace(Encode(), images[:2])(images), expected)
-        exported = torch.export.export(Encode(), (images[:2],), dynamic_shapes=(sizes,))
+        close(torch.jit.trace(model, images[:2])(images), expected)
+        exported = torch.export.export(model, (images[:2],), dynamic_shapes=(sizes,))
         close(exported.module()(images), expected)
         small = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, torch.qint8)
         assert (small.encode_image(images) * expected).sum(1).min() > 0.99
@@ -388,50 +381,31 @@ def snippet(name):
             for part in ("once", "batch", "update")]
 
 
-class Tokens(nn.Module):
-    """An encoder of another project: images (B, 3, 16, 16) or ids (B, L) -> (B, N, width)."""
-
-    def __init__(self, width, words=0):
-        super().__init__()
-        self.embedding = nn.Embedding(words, width) if words else nn.Conv2d(3, width, 8, 8)
-        nn.init.normal_(self.embedding.weight, std=0.05)
-        self.embeddings = SimpleNamespace(token_embedding=self.embedding)
-
-    def forward(self, pixel_values=None, input_ids=None, attention_mask=None):
-        if input_ids is not None:
-            return SimpleNamespace(last_hidden_state=self.embedding(input_ids).cumsum(1))
-        x = self.embedding(pixel_values).flatten(2).transpose(1, 2)     # (B, 4, width)
-        return SimpleNamespace(last_hidden_state=torch.cat([x.mean(1, keepdim=True), x], 1))
-
-
-class OpenClip(nn.Module):
-    """What the lines use of OpenCLIP's class CLIP."""
+class TheirClip(nn.Module):
+    """What the lines use of Hugging Face's CLIPModel and of OpenCLIP's CLIP: a layer for images
+    (B, 3, 16, 16) and a layer for ids (B, L)."""
 
     def __init__(self):
         super().__init__()
-        self.visual, self.text = Tokens(6), Tokens(5, 30)
-        self.visual.proj = nn.Parameter(torch.randn(6, 4))
-        self.text_projection = nn.Parameter(torch.randn(5, 4))
+        self.patches, self.words = nn.Conv2d(3, 12, 8, 8), nn.Embedding(30, 10)
+        nn.init.normal_(self.words.weight, std=0.05)
         self.logit_scale = nn.Parameter(torch.tensor(1.0))
+        self.vision_model = lambda pixel_values: SimpleNamespace(
+            last_hidden_state=self.patches(pixel_values).flatten(2).mT)     # (B, 4, 12)
+        self.text_model = lambda input_ids, attention_mask=None: SimpleNamespace(
+            last_hidden_state=self.words(input_ids).cumsum(1))              # (B, L, 10)
+        self.vision_model.post_layernorm = nn.Identity()
+        self.text_model.embeddings = SimpleNamespace(token_embedding=self.words)
+        self.visual = SimpleNamespace(proj=torch.randn(12, 4))
+        self.text_projection = torch.randn(10, 4)
 
     def forward_intermediates(self, image, text, **flags):
         assert flags == {"image_indices": 1, "text_indices": 1, "normalize_intermediates": True,
                          "image_output_fmt": "NLC"}
-        x, y = self.visual(image).last_hidden_state, self.text(input_ids=text).last_hidden_state
-        end = y[torch.arange(len(y)), text.argmax(1)]
-        return {"image_features": normalize(x[:, 0] @ self.visual.proj, dim=-1),
-                "text_features": normalize(end @ self.text_projection, dim=-1),
-                "image_intermediates": [x[:, 1:]], "text_intermediates": [y]}
-
-
-class HuggingFace(nn.Module):
-    """What the lines use of Hugging Face's class CLIPModel."""
-
-    def __init__(self):
-        super().__init__()
-        self.vision_model, self.text_model = Tokens(12), Tokens(10, 30)
-        self.vision_model.post_layernorm = nn.LayerNorm(12)
-        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+        x, y = self.vision_model(image).last_hidden_state, self.text_model(text).last_hidden_state
+        return {"image_features": normalize(x.mean(1) @ self.visual.proj, dim=-1),
+                "text_features": normalize(y[:, -1] @ self.text_projection, dim=-1),
+                "image_intermediates": [x], "text_intermediates": [y]}
 
 
 def as_they_have_it(name):
@@ -455,7 +429,7 @@ def test_the_lines_for_other_projects_train_all_parameters(name):
         known["backbone"] = nn.Sequential(nn.Conv2d(3, 12, 8, 8), pool, nn.Flatten())
         known["Config"] = functools.partial(train.METHODS["bam"].Config, **small)
     else:
-        known["model"] = OpenClip() if name == "sparc" else HuggingFace()
+        known["model"] = TheirClip()
     exec(once, known)
     theirs = nn.ModuleList([x for x in known.values() if isinstance(x, nn.Module)])
     before = {key: p.detach().clone() for key, p in theirs.named_parameters()}
