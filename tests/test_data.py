@@ -867,6 +867,14 @@ def test_hue_changes_colours_but_not_greys_or_brightness():
     little, much = (recoloured(red, 0, 0, 0, hue)[:, :, 0, 0] for hue in (0.1, 0.5))
     assert (little.argmax(1) == 0).all()                     # by .1: red stays largest
     assert (much.argmax(1).bincount(minlength=3) > 20).all()
+    with common.fixed_seed(1):
+        colours = common.draw_colours(5, 0, 0, 0, 0.1)
+    with common.fixed_seed(1):
+        angle = torch.empty(4, 5).uniform_(-0.2 * math.pi, 0.2 * math.pi)[3]  # a tenth of a circle
+    yiq = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213],
+                        [0.2115, -0.5227, 0.3112]])
+    turn = yiq @ colours[:, 2:].view(5, 3, 3) @ torch.linalg.inv(yiq)
+    torch.testing.assert_close(torch.atan2(turn[:, 2, 1], turn[:, 1, 1]), angle)
 
 
 def test_blur_is_torchvisions_gaussian_with_a_width_for_each_image():

@@ -69,10 +69,10 @@ SPARC = dict(text=dict(width=768, depth=12, heads=12, context=55, vocab_size=32_
              vocab_size=32_000, optimizer="adamw", schedule="cosine", warmup=2500, steps=200_000,
              batch=differs(16_348, 16_384), embed_dim=512, lambda_g=0.5, sigma=None, h_v="plain",
              align="sparse", token_mean="caption", mgca_prototypes=500, init_scale=1 / 0.07,
+             # D.4 sweeps lr 7e-4 to 1.1e-3, weight decay .1 to .3 and lambda_f .5 to 10
              filip_keep=differs(0.8, 0.2), lr=9e-4, weight_decay=0.2, lambda_f=1.0,
              crop_scale=1.0, flip=0.0,  # "We resize images to the 224 x 224 resolution"
              objective="sparc", beta2=0.98, adam_eps=1e-6, clip_grad=1.0)  # the last three are ours
-SWEEPS = dict(lr=(7e-4, 9e-4, 1.1e-3), weight_decay=(0.1, 0.2, 0.3), lambda_f=(0.5, 1.0, 5.0, 10.0))
 GLORIA = SPARC | dict(objective="gloria", batch=4096, steps=800_000)
 
 # BAM, Table 9a, Sec. 3.1, 3.4, 4.1, App. C, F and G; (FILE:LINE) of the authors' code
@@ -183,12 +183,6 @@ def test_every_preset_has_a_row_and_defaults_are_the_papers(method):
     assert presets == ROWS[method].keys()
     found = vars(evaluation.METHODS[method].Settings())
     assert DEFAULTS[method] == {key: found[key] for key in DEFAULTS[method]}
-
-
-def test_sparcs_swept_settings_are_values_of_the_sweeps():
-    args = train.parse_args(["--method", "sparc", "--preset", "b16"])
-    for name, values in SWEEPS.items():
-        assert vars(args)[name] in values
 
 
 BOUNDS = {

@@ -958,14 +958,6 @@ def test_images_with_captions_are_not_mirrored_by_default(name, usual, monkeypat
         assert args.flip == flip_of(transform) == flip
 
 
-def test_a_resumed_run_without_a_flip_mirrors_half_of_its_images(run):
-    for flip in (0.0, 0.5):
-        assert train.parse_args(["--resume", "--out", str(run)]).flip == flip
-        config = common.read_config(run)
-        config.pop("flip", None)
-        (run / "config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize("scale, side", [(0.9, 12), (0.25, 19), (0.01, 93)])
 def test_images_have_enough_pixels_for_the_smallest_crop(monkeypatch, scale, side):
     found, args = [], train.parse_args([*SPARC, "--crop-scale", str(scale), "--workers", "0"])

@@ -10,7 +10,6 @@ import functools
 import json
 import math
 import re
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -237,20 +236,6 @@ def test_weights_of_timm_get_imagenets_pixels_or_those_that_the_spec_names(
         close(tokens, literal_vit(renamed(state, TIMM_NAMES), x, gelu, 1e-6, pixels=expected))
     assert {settings.get("pixels") for name, settings in common.VIT_PRESETS.items()
             if name.startswith("clip-")} == {"clip"}
-
-
-def test_a_checkpoint_without_constants_of_pixels_has_clips(run_of, tmp_path):
-    """Checkpoints of earlier revisions are so."""
-    run = shutil.copytree(run_of("bam"), tmp_path / "run")
-    images, (expected, _) = torch.rand(2, 3, 16, 16), evaluation.load_run(run)
-    state = torch.load(run / "last.pt")
-    state["model"] = {name: x for name, x in state["model"].items() if "pixels." not in name}
-    torch.save(state, run / "last.pt")
-    model, _ = evaluation.load_run(run)
-    constants = [x.flatten() for x in model.model.image_encoder.pixels.buffers()]
-    assert torch.equal(torch.stack(constants), torch.tensor(CLIP_PIXELS))
-    assert torch.equal(model.images(images), expected.images(images))
-    train_alone(["--out", run, "--resume", "--steps", "5"])
 
 
 def made_up_timm(vit):
