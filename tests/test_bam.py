@@ -17,8 +17,7 @@ from torch.nn.functional import normalize
 import bam
 import common
 import train
-from helpers import (SMALL, assert_same_with_gradients, cos, infonce, make_views, run_ranks,
-                     tiny_model, train_alone, weights)
+from helpers import assert_same_with_gradients, cos, infonce, make_views, run_ranks, tiny_model
 
 
 def dense_loss(z, k, G, teacher=None, tau=0.1, tau_b=0.05, iters=3, mask="exclude",
@@ -355,16 +354,6 @@ def test_every_image_is_cropped_in_its_own_box(tmp_path):
     spy = Spy([common.View(8, (0.1, 0.2))], 8)
     next(iter(common.Stream(source, None, spy, 8, None, 11, 0, boxes=boxes)))
     assert sorted(calls, key=str) == 5 * [(False, 0.9)] + [(False, None)] + 5 * [(True, 0.1)]
-
-
-def test_contrastive_crop_changes_the_trained_weights(tmp_path):
-    photos, runs = make_photos(tmp_path / "photos"), (tmp_path / "with", tmp_path / "without")
-    flags = ["--data", photos, "--image-size", "16", "--crop-start", "1"]
-    for run, crops in zip(runs, ("--contrastive-crop", "--no-contrastive-crop")):
-        train_alone([*SMALL["bam"], *flags, crops, "--crop-threshold", "0.9", "--out", run])
-    assert not torch.equal(*(weights(run)["projector.0.weight"] for run in runs))
-    boxes = common.load_checkpoint(runs[0] / "last.pt")["boxes"]
-    assert boxes.shape == (12, 4) and (boxes[:, :2] < boxes[:, 2:]).all()
 
 
 @pytest.mark.parametrize("step, has_boxes, needed", [

@@ -38,10 +38,11 @@ def literal_loss(student, teacher, center, tau_s, tau_t):
 @pytest.mark.parametrize("G, V", [(2, 2), (2, 5), (1, 3), (3, 4)])
 def test_loss_and_gradient_equal_literal_loops(G, V):
     student = torch.randn(V, 3, K, dtype=torch.double, requires_grad=True)
-    teacher, center = torch.randn(G, 3, K).double(), torch.randn(K).double()
+    teacher, center = torch.randn(G, 3, K).double().requires_grad_(), torch.randn(K).double()
     loss, p_t = sparo.dino_loss(student, teacher, center, 0.3, 0.2)
     expected = literal_loss(student, teacher, center, 0.3, 0.2)
     assert_same_with_gradients(loss, expected, [student])
+    assert torch.autograd.grad(loss, teacher, allow_unused=True) == (None,)
     torch.testing.assert_close(p_t.sum(-1), torch.ones(G, 3, dtype=torch.double))
 
 

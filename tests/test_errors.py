@@ -104,6 +104,11 @@ ERRORS = [
             ("--vocab other.txt", "--vocab other.txt .*leave it out"))),
         ("--finetune nowhere", "nowhere"))),
 
+    ("train --finetune runs/bam --image-encoder tiny:width=16,heads=2,depth=1 --data photos --out run",
+     "another size or kind .* leave out --image-encoder"),
+    *((f"train --finetune runs/bam {more}", "leave out .*--method, and --init-weights")
+      for more in ("--init-weights vit.pt", "--method bam")),
+
     # Encoders
     ("sparc --image-encoder ViT-Z/9", "no encoder 'ViT-Z/9'; there are tiny, tiny-patch,"),
     ("sparc --image-encoder tiny:stem=none", "ViT has no setting 'stem'; its settings: "),
@@ -196,6 +201,8 @@ ERRORS = [
      saved({"patch_embed.proj.weight": torch.ones(2)})),
     ("eval runs/bam runs/sparc --export out.pt", "--export writes the weights of one run: .*not 2"),
     ("eval runs/sparo --export out.pt", "--export writes a ViT of timm's architecture, but this"),
+    *((f"eval runs/sparc --export {file}", "new file of torch's .* not exist and ends in .pt")
+      for file in ("runs/sparc/last.pt", "runs/sparc/config.json", "/dev/null", "''", "a.safetensors")),
 
     # Directories of runs
     ("sparc --out table.csv", "table.csv cannot be written: File exists"),

@@ -951,14 +951,11 @@ def rows_of(monkeypatch, draw, *arguments):
         return draw(*arguments)
 
 
-def test_the_words_of_an_encoding_are_listed_the_best_first():
+def test_images_have_their_best_words(tmp_path, monkeypatch):
+    """The captions of red and blue are swapped."""
     scores = torch.tensor([0.5, 0, 2, -math.inf])
     assert evaluation.best_words(["a", "b", "c", "d"], scores) == "c=2.00  a=0.50"
     assert evaluation.best_words(["a"], torch.zeros(1)) == "no word"
-
-
-def test_images_have_their_best_words(tmp_path, monkeypatch):
-    """The captions of red and blue are swapped."""
     make_folders(tmp_path)
     table = "image,caption\nred/0.png,blue\nblue/0.png,red\ngreen/0.png,green\n"
     write_files(tmp_path, {"a.csv": table})

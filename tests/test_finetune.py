@@ -12,7 +12,7 @@ import common
 import eval as evaluation
 import train
 from common import UserError
-from helpers import (ENCODER, SMALL, make_batch, tiny_model, train_alone, weights, write_files,
+from helpers import (SMALL, make_batch, tiny_model, train_alone, weights, write_files,
                      write_shards)
 from test_eval import make_folders
 
@@ -133,12 +133,6 @@ def test_positions_are_interpolated_to_another_image_size(tmp_path, run_of):
     pos = evaluation.load_run(run_of("bam"))[0].model.evaluation_encoder().pos
     expected = common.resize_positions(pos, True, 4, 4)
     assert torch.equal(weights(tmp_path / "run")["image_encoder.pos"], expected)
-    with pytest.raises(UserError, match="another size or kind .* leave out --image-encoder"):
-        train_alone(["--finetune", run_of("bam"), "--image-encoder", f"{ENCODER}1", "--data",
-                     data, "--out", tmp_path / "other"])
-    for more in (["--init-weights", "vit.pt"], ["--method", "bam"]):
-        with pytest.raises(UserError, match="leave out .*--method, and --init-weights"):
-            train_alone(["--finetune", run_of("bam"), *more])
 
 
 def test_a_classifier_learns_classes_and_eval_py_measures_them(tmp_path, capsys):

@@ -177,14 +177,6 @@ def test_the_revision_is_that_of_the_code_wherever_it_runs(tmp_path, monkeypatch
     assert common.revision.__wrapped__() is None
 
 
-def test_an_export_writes_only_a_new_file(run, tmp_path):
-    before = {path: path.read_bytes() for path in run.iterdir()}
-    for file in (run / "last.pt", run / "config.json", "/dev/null", "", tmp_path / "a.safetensors"):
-        with pytest.raises(common.UserError, match="new file of torch's .* not exist and ends in .pt"):
-            evaluation.main([str(run), "--export", str(file)])
-    assert {path: path.read_bytes() for path in run.iterdir()} == before
-
-
 def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
     make_folders(tmp_path / "folders")
     make_voc_folder(tmp_path / "voc")

@@ -31,16 +31,11 @@ import sparc
 import train
 from common import UserError
 from helpers import (ROOT, SMALL, assert_same_weights, picture, read_log, run_ranks, shapes_alone,
-                     start_program, tiny_model, train_alone, train_on_rank, write_files,
+                     start_program, tiny_model, train_alone, train_on_rank, weights, write_files,
                      write_shards, write_table)
 from test_eval import opened
 
 SPARC = SMALL["sparc"]
-
-
-def results(run):
-    """Return eval.json of a run."""
-    return json.loads((run / "eval.json").read_text())
 
 
 def wait_for_steps(ended, run, n):
@@ -69,7 +64,8 @@ def test_a_run_writes_its_log_settings_vocabulary_and_pictures(run_of):
             "images_per_s", "data_share", "chance_loss"} <= set(log[0])
     for name in ("config.json", "vocab.txt", "first-batch.png", "alignment.png"):
         assert (run / name).exists()
-    assert 0 <= results(run)["zeroshot"] <= 1 and results(run)["settings"]["step"] == 6
+    results = json.loads((run / "eval.json").read_text())
+    assert 0 <= results["zeroshot"] <= 1 and results["settings"]["step"] == 6
 
 
 def test_another_seed_gives_other_weights_and_another_seed_or_order_gives_other_data():
@@ -585,6 +581,11 @@ def test_a_signal_ends_the_search_for_boxes_and_the_resumed_run_repeats_it(tmp_p
     flags = [*SMALL["bam"], "--steps", "6", "--contrastive-crop", "--crop-start", "3",
              "--data", str(tmp_path / "data"), "--image-size", "16", "--out"]
     train_alone([*flags, tmp_path / "whole"])
+    train_alone([*flags, tmp_path / "plain", "--no-contrastive-crop"])
+    both = [weights(tmp_path / run)["projector.0.weight"] for run in ("whole", "plain")]
+    assert not torch.equal(*both)
+    boxes = common.load_checkpoint(tmp_path / "whole/last.pt")["boxes"]
+    assert boxes.shape == (16, 4) and (boxes[:, :2] < boxes[:, 2:]).all()
     read = evaluation.read_images
 
     def each(*arguments):
