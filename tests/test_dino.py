@@ -84,8 +84,9 @@ def test_model_loss_equals_the_loss_of_views_encoded_one_by_one():
         encoder, readout, head = network
         return torch.stack([head(readout(encoder(x)).flatten(1)) for x in views])
 
-    center = model.center.normal_().clone()
-    nn.init.normal_(model.teacher[2].mlp[4].bias)  # so that the teacher differs from the student
+    center = model.center.normal_(std=0.1).clone()
+    for p in model.teacher.parameters():  # so that the teacher differs from the student
+        nn.init.normal_(p, std=0.3)
     student = logits(model.student(), batch["views"])
     teacher = logits(model.teacher, batch["views"][:2]).detach()
     expected, p_t = sparo.dino_loss(student, teacher, center, 0.1, 0.04)  # C.2
