@@ -31,7 +31,7 @@ import sparo
 import stair
 import train
 from helpers import (METHOD, MODELS, ROOT, SMALL, assert_one_process, assert_same_weights,
-                     batch_of, make_views, on_ranks, read_log, run_ranks, tiny_model, train_alone,
+                     batch_of, on_ranks, read_log, run_ranks, tiny_model, train_alone,
                      train_on_rank, train_until, write_files, write_shards, write_table)
 from train import METHODS
 
@@ -291,17 +291,14 @@ def test_a_method_with_only_the_required_members_trains_and_is_evaluated(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["sparo", "stair", "sparc", "bam"])
-def test_a_config_holds_what_the_model_reads_and_nothing_else(name):
-    core = (ROOT / f"{name}.py").read_text().partition("\n# To read ")[0]
+def test_a_core_ends_by_line_300_and_its_config_holds_what_the_model_reads(name):
+    text = (ROOT / f"{name}.py").read_text()
+    end = f"# To read {name.upper()}, stop here."  # outside of a class
+    assert any(line.startswith(end) for line in text.splitlines()[:300])
+    core = text.partition("\n# To read ")[0]
     core += inspect.getsource(bam.Projector) if name == "bam" else ""  # a part of bam's Model
     read = {*re.findall(r"\b(?:cfg|config)\.(\w+)", core)}
     assert read == {field.name for field in dataclasses.fields(METHODS[name].Config)}
-
-
-@pytest.mark.parametrize("name", ["sparo", "stair", "sparc", "bam"])
-def test_the_core_ends_outside_of_a_class_by_line_300(name):
-    lines = (ROOT / f"{name}.py").read_text().splitlines()
-    assert any(line.startswith(f"# To read {name.upper()}, stop here.") for line in lines[:300])
 
 
 B, L, P, E = 4, 6, 9, 5

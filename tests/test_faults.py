@@ -105,16 +105,12 @@ def test_a_damaged_checkpoint_is_refused_and_another_one_named(run, run_of, chan
 
 
 def test_a_new_run_continues_from_the_milestone_if_it_has_no_last_pt_yet(run):
-    """The run was killed between the two."""
+    """The run was killed between the two. The next start removes temporary files."""
+    left = "last.pt.12.tmp", "eval.json.7.tmp", "last.pt.tmp", "my.tmp"
+    write_files(run, dict.fromkeys(left, ""))
     (run / "last.pt").rename(run / "step-6.pt")
     train_alone([*SPARC, "--steps", "7", "--resume", "auto", "--out", run])
     assert [record["step"] for record in read_log(run)] == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_the_next_start_removes_temporary_files_of_killed_processes(run):
-    left = "last.pt.12.tmp", "eval.json.7.tmp", "last.pt.tmp", "my.tmp"
-    write_files(run, dict.fromkeys(left, ""))
-    train_alone(["--resume", "--out", run])
     assert [path.name for path in run.glob("*.tmp")] == ["my.tmp"]
 
 

@@ -222,6 +222,10 @@ def default(function, name):
     (default(bam.LARS, "trust"), 1e-3, "LARS, Table 2"),
     (default(common.train_transform, "min_scale"), 0.9, "OpenCLIP, transform.py"),
     (default(common.TextTransformer, "vocab_size"), 30_522, "STAIR, Sec. 4.2"),
+    (evaluation.PROBES["adamw"], ("weight_decay", 10), "SPARO, C.1"),
+    (evaluation.PROBES["sgd"], ("lr", 100), "BAM, Table 9b"),
+    (evaluation.PROBES["lbfgs"], ("l2", None), "BAM, D.3"),
+    ({0.002, 0.3} < {*evaluation.RATES}, True, "BAM, Table 9b: ViT and ResNet-50"),
     (len(evaluation.STRENGTHS), 45, "BAM, D.3"),
     ((max(evaluation.STRENGTHS), min(evaluation.STRENGTHS)), (1e5, 1e-6), "BAM, D.3"),
     ((common.P_RELATION, common.P_COLOUR, common.P_SIZE), (0.3, 0.9, 0.4), "claims.json: shares of "

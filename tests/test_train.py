@@ -45,12 +45,9 @@ def wait_for_steps(ended, run, n):
         time.sleep(0.02)
 
 
-def test_flags_override_presets_and_presets_override_defaults():
+def test_flags_override_presets_and_presets_override_defaults_and_help_has_both(capsys):
     args = train.parse_args(["--method", "sparc", "--preset", "l14", "--lambda-f=5"])
     assert (args.lambda_f, args.steps, args.beta2) == (5.0, 250_000, 0.98)  # flag, preset, default
-
-
-def test_help_has_the_defaults_of_the_preset(capsys):
     with pytest.raises(SystemExit):
         train.main(["--method", "sparo", "--preset", "cc3m-b32", "--help"])
     assert "(default: clip-b32)" in capsys.readouterr().out
