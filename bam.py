@@ -264,10 +264,9 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        x = x.contiguous()
-        rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, x)
-        return torch.cat(rows)
+        rows = x.new_empty(dist.get_world_size(), *x.shape)
+        dist.all_gather([*rows], x.contiguous())
+        return rows.flatten(0, 1)
 
     @staticmethod
     def backward(ctx, gradient):
