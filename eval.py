@@ -1867,7 +1867,7 @@ def vocabulary_scores(embedder, x):
         words = [token.removeprefix("##").removesuffix("##") for token in vocab]
         no_words += [k for k, word in enumerate(words) if word != vocab[k] and word in ids]
         x = embedder.similarity(x, embedder.texts(words))                   # (n, |V|)
-    scores = x.clone()
+    scores = x[:, : len(vocab)].clone()  # an embedding may have more rows than there are words
     scores[:, no_words] = -torch.inf
     return scores
 

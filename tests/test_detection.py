@@ -428,12 +428,10 @@ FLAGS = "--method detector --batch 4 --steps 4 --log-every 1 --warmup 1 --lr 0.0
 FILE = " --image-size 16 --crop-scale 0.5 --data boxes.json --workers "
 
 
-def test_a_detector_begins_with_the_encoders_and_the_vocabulary_of_its_run(
-        tmp_path, run_of, capsys):
+def test_a_detector_begins_with_the_encoders_and_the_vocabulary_of_its_run(tmp_path, run_of):
     base, out = run_of("sparc"), tmp_path / "detector"
     train_alone([*FLAGS.split(), base, "--lr", 0, "--steps", 1, "--out", out, "--image-size", 32,
                  "--data", "shapes:size=32"])
-    assert capsys.readouterr().out.splitlines()[-1] == f"python eval.py {out}"  # boxes have no search
     config, old = (common.read_config(run) for run in (out, base))
     assert [config[name] == old[name] for name in ("image_encoder", "text_encoder")] == [True] * 2
     assert (out / "vocab.txt").read_text() == (base / "vocab.txt").read_text()
