@@ -283,10 +283,13 @@ def side_by_side(method, figure):
 
 def lines_side_by_side(method, figure):
     """Return the lines of the group's "table": a row for each method, a column for each metric. A
-    column's largest mean is bold if verdict() says that the largest is above the second largest."""
+    column's largest mean is bold if verdict() says that the largest is above the second largest,
+    and if all its figures are of one metric."""
     found, lines = side_by_side(method, figure), []
     best = {}  # {column: the run with the bold mean}
     for heading, values in found.items():
+        if len(TABLES[method]["table"]["columns"][heading]) > 1:
+            continue
         measured = {name: x for name, x in values.items() if x}
         first, second, *_ = [*sorted(measured, key=lambda name: -mean(measured[name])), "", ""]
         if second and measured.keys() == values.keys():

@@ -269,3 +269,20 @@ def test_class_folders_become_shards_with_captions_and_a_val_split(printed, tmp_
     printed("--again")
     assert Path("cifar10/00000.tar").read_text() == "the user's"
     assert all(path.exists() for path in fit + val)
+
+
+def test_the_table_has_the_best_mean_of_a_metric_in_bold_if_it_is_decided(printed, monkeypatch):
+    """Figures of two metrics are not compared. Five seeds decide, if the interval lies above 0."""
+    columns = {"k-NN": {"knn": "a idle"}, "both": {"knn": "a", "linear": "idle"}}
+    table = {"rows": {"A": "a", "idle": "idle"}, "columns": columns}
+    monkeypatch.setitem(claims.TABLES["sparc"], "table", table)
+    monkeypatch.setitem(claims.TABLES["sparc"], "seeds", [1, 2, 3, 4, 5])
+    runs = {"a": dict(rates=[0.1]), "idle": dict(rates=[0.0])}
+    monkeypatch.setitem(claims.TABLES["sparc"], "runs", RUNS | runs)
+    claims.add_records({"method": "sparc", "run": run, "rate": rate, "seed": seed, "split": "test",
+                        "metric": metric, "value": value + seed / 1000}
+                       for run, rate, value in (("a", 0.1, 0.5), ("idle", 0.0, 0.2))
+                       for seed in range(1, 6) for metric in ("knn", "linear"))
+    rows = [line for line in printed() if line.startswith(("| A |", "| idle |"))]
+    assert rows == ["| A | – | – | – | **0.503 ± 0.002** | 0.503 ± 0.002 |",
+                    "| idle | – | – | – | 0.203 ± 0.002 | 0.203 ± 0.002 |"]
