@@ -2161,7 +2161,8 @@ def read_json(path, image, caption):
     find_columns. Raises UserError for another file."""
     text = Path(path).read_text(encoding="utf-8-sig")
     with explained((ValueError, KeyError, TypeError, AttributeError, IndexError),
-                   f"{path} is neither COCO captions, Karpathy's JSON nor a list of rows"):
+                   f"{path} is neither COCO captions, Karpathy's JSON nor a list of rows",
+                   " (a row on each line needs the ending .jsonl)"):
         if path.lower().endswith(".jsonl"):
             data = [json.loads(line) for line in text.split("\n") if line.strip()]
         else:
@@ -2172,7 +2173,7 @@ def read_json(path, image, caption):
                 if row.get(image):
                     yield Sample(str(row[image]), row.get(caption), split=row.get("split", ""))
                 else:
-                    yield left_out(BROKEN_ROW, f"{path}, row {number}")
+                    yield left_out("row without an image", f"{path}, row {number}")
             return
         if "annotations" in data:  # COCO
             images = by_id(path, "images", data["images"])

@@ -846,6 +846,7 @@ def options_of(given, args):
     given: {name: value} of the flags that are given; `data` is one SPEC. args: the settings of the
     run.
     """
+    given = {name: value for name, value in given.items() if value != getattr(Options, name)}
     options = Options(data=args.eval_data or args.data, workers=reading_threads(args),
                       probe=args.probe)
     if "data" not in given:
@@ -1946,14 +1947,15 @@ def learned_classes(options, data, model):
     the data and the classifier have different classes.
     """
     known, is_numbered = model.config.classes, model.config.data.lower().endswith(".tar")
+    names = data.groups[""][1] if data.groups else ["numbers"]
     if data.is_world:
-        ids = common.match_names(SHAPES, known)
+        names = SHAPES
+        ids = common.match_names(names, known)
     else:
         ids = class_ids(data, known, is_numbered and not options.classes)
     if ids is None and data.groups and options.classes:  # --classes may rename the folders
         ids = common.match_names(data.classes.names, known)
     if ids is None:
-        names = data.groups[""][1] if data.groups else ["numbers"]
         raise UserError(f"The classifier has learned {len(known)} classes, {', '.join(known[:3])}, "
                         f"...; {options.data} has {', '.join(names[:3])}, ...: they must be the "
                         f"same. --classes names the classes of shards.")
@@ -2003,6 +2005,8 @@ def detection(embedder, data, options):
         found.append((boxes, rows[:, 4].long(), rows[:, 5]))
     of_lvis = any(truth.absent is not None for truth in truths)
     aps = sparc.average_precisions(found, truths, 300 if of_lvis else 100)
+    if not aps:
+        raise UserError(f"The images of {options.data} that can be read have no true box.")
     ap = torch.stack([*aps.values()])                                       # (classes, 10)
     result = {"detection/AP": ap.mean(), "detection/AP50": ap[:, 0].mean(),
               "detection/AP75": ap[:, 5].mean(), "detection/images": len(x)}
@@ -2542,6 +2546,9 @@ def search(embedder, data, options, run):
     a caption or, for STAIR, words with AND, OR, NOT (STAIR, App. D)."""
     note_useless_flags(options)
     pairs, index = data.captioned or data.labelled, None
+    if pairs is None:
+        raise UserError(f"--query needs images to search: give a folder of images, a table or "
+                        f"shapes in place of {options.data}.")
     captions, more = options.query, {}
     if embedder.model.encode_words:
         captions = [query for query in options.query if not stair.is_boolean(query)]

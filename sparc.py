@@ -461,6 +461,8 @@ class FullModel(Model):
         """Scalars to log: L_f of captions with WRONG images, and how many patches a word uses. If
         L_f is as low with wrong images as with the right ones, the images do not matter to L_f."""
         images, ids, mask = (batch[name][:256] for name in ("images", "tokens", "mask"))
+        if len(images) < 2:
+            return {}  # there is no wrong image
         tokens = self.g_t(self.text_encoder(ids, mask))             # (B, L, E)
         patches = self.g_v(self.patch_outputs(images))              # (B, P, E)
         wrong = fine_grained_loss(tokens, patches.roll(1, 0), words_only(mask),

@@ -260,6 +260,7 @@ ERRORS = [
      "from others, .* class folders of photos: blue, red; give other data with eval.py --train-data"),
     ("eval runs/bam --data table.csv", "On table.csv this model can run no task: give class folders"),
     ("eval runs/stair --query 'red AND qqq'", "--query.* no word 'qqq': give words of vocab.txt"),
+    ("eval runs/sparc --query red --data voc", "--query needs images to search: give a folder"),
     ("eval runs/bam --query red", "This run has no text encoder, so it cannot encode captions and queries"),
     ("eval runs/sparo --data numbers --task slots --select photos", f"{NUMBER} .* --classes"),
     ("eval runs/sparo --data photos --task slots", "slots needs --select"),
