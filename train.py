@@ -612,7 +612,7 @@ def announce(args, data, model, tokenizer, device, progress):
     is_unlabelled = isinstance(data, common.TarShards) and model.class_scores is None
     is_file = not isinstance(data, common.World)
     if not args.eval_data and (is_unlabelled or is_file and by_knn(model)):
-        print("note: this run is evaluated only with --eval-data")
+        print("note: the run is evaluated only with --eval-data")
 
 
 def checkpoint_size(args, model):
