@@ -3583,6 +3583,8 @@ class World:
 
     def __post_init__(self):
         check_numbers(vars(self), comments_of(World), "shapes: {}".format)
+        if self.together and self.objects == 1:
+            raise UserError(f"shapes: together {self.together} needs objects of 2 or more.")
         self.fingerprint = repr(self)
         # The picture is a grid of cells x cells, and a cell has at most one object.
         self.cells = max(2, math.ceil(math.sqrt(self.objects)))

@@ -1040,10 +1040,15 @@ def open_winoground(options, *_):
 
 
 def sugarcrepe_files(directory):
-    """The JSON files of a directory with a field of SugarCrepe."""
-    is_directory = common.look_at(directory) == "directory"
-    files = common.matching(f"{directory}/*.json") if is_directory else []
-    return [Path(file) for file in files if common.file_holds(file, "negative_caption")]
+    """The JSON files of a directory with a field of SugarCrepe in their first 4,000 bytes."""
+    def has_field(file):
+        with open(file, "rb") as json_file:  # other JSON files may be large
+            return b'"negative_caption"' in json_file.read(4000)
+
+    found = []
+    if common.look_at(directory) == "directory":
+        found = map(Path, common.matching(f"{directory}/*.json"))
+    return [file for file in found if file.is_file() and has_field(file)]
 
 
 def open_sugarcrepe(options, *_):
@@ -2545,15 +2550,13 @@ def search(embedder, data, options, run):
     """Search the images of `data` for the queries of --query, and draw QUERY-search.png. A query is
     a caption or, for STAIR, words with AND, OR, NOT (STAIR, App. D)."""
     note_useless_flags(options)
-    pairs, index = data.captioned or data.labelled, None
+    pairs, is_stair = data.captioned or data.labelled, bool(embedder.model.encode_words)
     if pairs is None:
         raise UserError(f"--query needs images to search: give a folder of images, a table or "
                         f"shapes in place of {options.data}.")
-    captions, more = options.query, {}
-    if embedder.model.encode_words:
-        captions = [query for query in options.query if not stair.is_boolean(query)]
-    encoded = embedder.texts(captions)
-    if embedder.model.encode_words:
+    captions = [query for query in options.query if not (is_stair and stair.is_boolean(query))]
+    encoded, index, more = embedder.texts(captions), None, {}
+    if is_stair:
         vocab = embedder.tokenizer.vocab
         # the embedding may have more rows than the vocabulary has words
         index = stair.InvertedIndex([*vocab, *range(len(vocab), encoded.shape[1])])
@@ -2576,9 +2579,9 @@ def search(embedder, data, options, run):
         heading = f"{query} (text encoder)" if query in y else query
         shown = ", ".join(f"{names[row][1]} ({score:.2f})" for row, score in best) or "nothing"
         print(f"{heading}: {shown}")
-        cells = [(to_picture(embedder.read(images[names[row]])), f"{score:.2f}")
-                 for row, score in best]
-        pages.append((heading, cells))
+        cells = [(images[names[row]], f"{score:.2f}") for row, score in best]
+        read = read_images(cells, embedder.read) if cells else []
+        pages.append((heading, [(to_picture(image), score) for image, score in read]))
     note = ("The score of a caption is its similarity to the image, that of a query with AND, OR, "
             "NOT the sum of its words' weights.")
     page = sheet("The images that each query finds, and their scores.", note, pages)

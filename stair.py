@@ -746,8 +746,9 @@ def is_boolean(text):
     return re.search(r"\b(AND|OR|NOT)\b", text) is not None
 
 
-# red (ring OR star) NOT blue becomes 0 & ( 2 | 4 ) & ~ 7, the numbers of its tokens, which Python's
-# parser reads: it binds ~ more closely than &, and & more closely than |.
+# A query becomes a formula of the numbers of its tokens, which Python's parser reads:
+# red (ring OR star) NOT blue becomes 0 & ( 2 | 4 ) & ~ 7. The sign ~ binds more closely than &, and
+# & binds more closely than |.
 def boolean_query(text, index):
     """'red (ring OR star) NOT blue' -> (n,), True at the documents that match, and the words that
     are not negated, to rank the documents by.

@@ -1470,11 +1470,10 @@ def finish(args, embedder, eval_data, progress):
             print(f"note: {error}")
     # if one rank has no data, no rank evaluates, because the other ranks would wait for this rank
     if all(common.gather_objects(eval_data is not None)):
-        options = evaluation.options_of({}, args)
-        print(f"Evaluation on {evaluation.describe(options)}, in fp32:")
+        print(f"Evaluation on {evaluation.describe(eval_data.options)}, in fp32:")
         embedder.model.eval()
         embedder.step = progress.step
-        evaluation.evaluate_and_show(embedder, eval_data, options, args.out, failed)
+        evaluation.evaluate_and_show(embedder, eval_data, eval_data.options, args.out, failed)
     run = shlex.quote(args.out)
     print(f"{args.out} holds the weights, the log and the pictures. To train longer, add --resume "
           f"--out {run} and more --steps. Next: python eval.py {run}")

@@ -168,6 +168,7 @@ ERRORS = [
     ("sparc --data a.json", f"{NO_CAPTIONS}: 'caption'.", COCO),
     ("sparc --data a.json:split=dev", "a.json has no image that can be used",
      {"a.json": '{"images": [{"filename": "a", "split": "val", "sentences": []}]}'}),
+    ("sparc --data shapes:objects=1,together=0.5", "together 0.5 needs objects of 2 or more"),
     ("sparc --data a.parquet", "parquet is a file of an unknown format. Give one of: shapes", "x"),
 
     # The world
