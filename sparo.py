@@ -63,8 +63,7 @@ class Config:
     D: int = 64                    # width of a slot's query and keys, > 0 (Sec. 3.2)
 
 
-# Below the core: in_fp32, Gather, own_columns, Keys, without_padding, and what refuses wrong
-# arguments (check_scale, checked_mask).
+# Below the core: in_fp32, Gather, own_columns, Keys, without_padding, as_bools.
 
 
 def fp32(function):
@@ -150,8 +149,7 @@ def normalize_slots(y):
 def clip_loss(v, t, scale, *, gather=all_ranks):
     """v, t: slots (B, L, V) or encodings (B, M) of this rank's images and captions -> scalar. The
     loss normalises each slot alone, and an encoding as a whole, so slots.flatten(1) gives another
-    loss than slots. scale: 1 / tau, from 1 to 100. gather: see all_ranks."""
-    check_scale(scale)
+    loss than slots. scale: 1 / tau, not log(1 / tau). gather: see all_ranks."""
     y_i = normalize_slots(v if v.ndim == 3 else v[:, None])   # (B, M)
     y_t = normalize_slots(t if t.ndim == 3 else t[:, None])   # (B, M)
     image_to_text = scale * y_i @ gather(y_t).T               # (B, world * B)  y^i_j . y^t_j' / tau
@@ -204,7 +202,7 @@ class Model(nn.Module):
 
     def text_slots(self, tokens, mask, **options):
         """tokens, mask (B, n) -> slots (B, L, V), with return_attn=True also (B, L, n)."""
-        eos_idx = checked_mask(mask, tokens.shape).sum(1) - 1      # (B,); padding comes last
+        eos_idx = as_bools(mask, tokens.shape).sum(1) - 1          # (B,); padding comes last
         return self.text_readout(self.text_encoder(tokens, mask), eos_idx, **options)
 
 
@@ -218,7 +216,7 @@ class Model(nn.Module):
 #     x = model.vision_model.post_layernorm(x)  # the text model's outputs are normalised
 #     h = model.text_model(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, n, 512)
 #     v = model.image_sparo(x)                                                  # (B, L, V)
-#     ends = checked_mask(mask, ids.shape).sum(1) - 1                           # (B,)
+#     ends = as_bools(mask, ids.shape).sum(1) - 1                               # (B,)
 #     t = model.text_sparo(h, eos_idx=ends)                                     # (B, L, V)
 #     loss = clip_loss(v, t, model.logit_scale.exp())
 #     loss.backward(), optimizer.step(), optimizer.zero_grad()                  # update
@@ -259,10 +257,9 @@ class Keys(nn.Linear):
     out of LoRA, pruning and other quantisation: these change what a call computes."""
 
 
-# Checks -----------------------------------------------------------------------------------
+# Helpers ----------------------------------------------------------------------------------
 #
-# The values of masks, scales and eos_idx are checked only on a CPU, because a GPU would have to
-# wait. So run one batch on a CPU first.
+# Shapes and dtypes of arguments are checked. Values are not, because a GPU would have to wait.
 
 
 def in_fp32(function, *args, **kwargs):
@@ -296,27 +293,9 @@ def after_end(eos_idx, x):
     the index of each caption's last token; x (B, n, d) are the outputs. An empty caption has the
     index -1. Its first position is not padding, because softmax needs one position."""
     B, n, _ = x.shape
-    in_range = not readable(eos_idx) or ((eos_idx >= -1) & (eos_idx < n)).all()
-    if eos_idx.shape != (B,) or not in_range:
-        raise ValueError(f"eos_idx needs {B} indices of last tokens, from -1 to {n - 1}, not "
-                         f"{eos_idx}.")
+    if eos_idx.shape != (B,):
+        raise ValueError(f"eos_idx needs {B} indices of last tokens, not {eos_idx}.")
     return torch.arange(n, device=eos_idx.device) > eos_idx.clamp(min=0)[:, None]
-
-
-def readable(x):
-    """Whether the values of a tensor can be read without a wait for a GPU."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def check_scale(scale):
-    """Raise ValueError if scale is not a number from 1 to 100 (101 by rounding), or is a parameter,
-    as a log-scale is. A logarithm above 1 that is no parameter passes. For a parameter p that is
-    no logarithm give 1 * p."""
-    if isinstance(scale, nn.Parameter):
-        raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
-    # NaN passes: the loss of a training that diverges is NaN, and is not the fault of an argument
-    if (not torch.is_tensor(scale) or readable(scale)) and (scale < 1 or scale > 101):
-        raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
 
 
 def without_padding(x, eos_idx):
@@ -335,16 +314,6 @@ def as_bools(mask, shape):
         raise ValueError(f"A mask needs the shape {tuple(shape)} and bools, not "
                          f"{tuple(mask.shape)} and {mask.dtype}.")
     return mask.bool()
-
-
-def checked_mask(mask, shape):
-    """mask (B, L): True (or 1) at tokens, False (or 0) at padding, which comes last -> of bools.
-    Without padding give ones. Raises ValueError as as_bools does, and if padding comes first."""
-    mask = as_bools(mask, shape)
-    if readable(mask) and not (mask.any() and (mask[:, :-1] >= mask[:, 1:]).all()):
-        raise ValueError("A mask needs True at tokens, then False at padding: this mask is "
-                         "inverted, or has padding first.")
-    return mask
 
 
 # Settings, presets, what train.py and eval.py ask for -------------------------------------

@@ -57,8 +57,7 @@ class Config:
     revive_until: int = 3
 
 
-# Below the core: in_fp32, Gather, own_columns, streamed, without_padding, to_log, and what refuses
-# wrong arguments (check_scale, checked_mask).
+# Below the core: in_fp32, Gather, own_columns, streamed, without_padding, as_bools, to_log.
 
 
 def fp32(function):
@@ -86,8 +85,7 @@ def all_ranks(x):
 @fp32
 def contrastive_loss(v, t, scale, *, gather=all_ranks):
     """The mean of Eq. 3 and its mirror. v, t (B, |V|): enc of this rank's images and captions,
-    normalised here -> scalar. scale: 1 / T, from 1 to 100. gather: see all_ranks."""
-    check_scale(scale)
+    normalised here -> scalar. scale: 1 / T, not log(1 / T). gather: see all_ranks."""
     v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
     t = F.normalize(t, dim=-1, eps=0.5)
     image_to_text = scale * v @ gather(t).T           # (B, world * B)  M(x_i, y_i') / T
@@ -147,7 +145,7 @@ def flops_loss(enc, *, gather=all_ranks):
 def caption_mask(tokens, mask, size):
     """tokens, mask (B, n), False at padding; size: |V| -> mask(y) (B, |V|), 0 or 1."""
     result = torch.zeros(len(tokens), size, device=tokens.device)
-    mask = checked_mask(mask, tokens.shape).to(result.dtype)
+    mask = as_bools(mask, tokens.shape).to(result.dtype)
     return result.scatter_reduce_(1, tokens, mask, "amax")  # a token counts once, padding never
 
 
@@ -304,10 +302,9 @@ class Gather(torch.autograd.Function):
         return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-# Checks --------------------------------------------------------------------------------------
+# Helpers -------------------------------------------------------------------------------------
 #
-# The values of masks and scales are checked only on a CPU, because a GPU would have to wait. So
-# run one batch on a CPU first.
+# Shapes and dtypes of arguments are checked. Values are not, because a GPU would have to wait.
 
 
 def in_fp32(function, *args, **kwargs):
@@ -336,28 +333,12 @@ def own_columns(logits):
     return rank * B + torch.arange(B, device=logits.device)
 
 
-def readable(x):
-    """Whether the values of a tensor can be read without a wait for a GPU."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def check_scale(scale):
-    """Raise ValueError if scale is not a number from 1 to 100 (101 by rounding), or is a parameter,
-    as a log-scale is. A logarithm above 1 that is no parameter passes. For a parameter p that is
-    no logarithm give 1 * p."""
-    if isinstance(scale, nn.Parameter):
-        raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
-    # NaN passes: the loss of a training that diverges is NaN, and is not the fault of an argument
-    if (not torch.is_tensor(scale) or readable(scale)) and (scale < 1 or scale > 101):
-        raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
-
-
 def without_padding(h, mask):
     """h (B, n, d) -> h with zeros at padding, where a NaN would reach the gradients, and the mask
     of bools."""
     if mask is None:
         return h, None
-    mask = checked_mask(mask, h.shape[:2])
+    mask = as_bools(mask, h.shape[:2])
     return h.masked_fill(~mask[..., None], 0.0), mask
 
 
@@ -368,16 +349,6 @@ def as_bools(mask, shape):
         raise ValueError(f"A mask needs the shape {tuple(shape)} and bools, not "
                          f"{tuple(mask.shape)} and {mask.dtype}.")
     return mask.bool()
-
-
-def checked_mask(mask, shape):
-    """mask (B, L): True (or 1) at tokens, False (or 0) at padding, which comes last -> of bools.
-    Without padding give ones. Raises ValueError as as_bools does, and if padding comes first."""
-    mask = as_bools(mask, shape)
-    if readable(mask) and not (mask.any() and (mask[:, :-1] >= mask[:, 1:]).all()):
-        raise ValueError("A mask needs True at tokens, then False at padding: this mask is "
-                         "inverted, or has padding first.")
-    return mask
 
 
 # Settings, presets, what train.py and eval.py ask for ----------------------------------------

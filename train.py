@@ -206,9 +206,8 @@ class Config:
     accum_freq: int = 1
     # print what the run costs, and do not train. --dry-run 8 shares the batch among 8 GPUs.
     # flops_per_sample: FLOPs of the forward pass. h100_hours: hours of one H100 at 200 TFLOPs a
-    # second, fewer if the method has a teacher. gpu_gib: GiB of memory of each GPU in bf16, without
-    # the block that --grad-checkpoint recomputes. chance_loss: loss of a random guess. With --out
-    # DIR the command also draws first-batch.png
+    # second, fewer if the method has a teacher. chance_loss: loss of a random guess. With --out DIR
+    # the command also draws first-batch.png
     dry_run: int = 0
     # number of steps to time. The command prints the images per second and then stops
     bench: int = 0
@@ -1490,20 +1489,14 @@ def dry_run(args, method, model):
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             stack.callback(dist.destroy_process_group)
         of_one, in_batch = forward_flops(args, method, model)
-        batches = [made_up_batch(args, method, model, n) for n in (2, 4)]
-        kept = [kept_bytes(model, batch) for batch in batches]
-    chance_loss = model.chance_loss(args.batch, batches[0].get("mask"), model.image_encoder.grid**2)
+    mask = made_up_batch(args, method, model, 2).get("mask")
+    chance_loss = model.chance_loss(args.batch, mask, model.image_encoder.grid**2)
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
     # a backward pass costs two forward passes; a teacher has none
     hours = args.batch * args.steps * 3 * in_batch / H100 / 3600
-    # weights, moments, gradients, and the tensors that the forward pass keeps for a rank's samples
-    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    of_rank = args.batch // args.dry_run
-    memory = checkpoint_size(args, model) + gradients + (kept[1] - kept[0]) / 2 * of_rank
     record = {"params": sum(p.numel() for p in model.parameters()), **words,
               "flops_per_sample": int(of_one), "flops_per_sample_in_batch": round(in_batch),
-              "h100_hours": round(hours, 2), "gpu_gib": round(memory / 2**30, 4),
-              "chance_loss": chance_loss}
+              "h100_hours": round(hours, 2), "chance_loss": chance_loss}
     for name, value in record.items():
         print(f"{name:27}{value:,.12g}")
     print(json.dumps(common.without_nan(record)))
@@ -1525,21 +1518,6 @@ def forward_flops(args, method, model):
     of_rank = (flops[4, 1] - of_one) / 2 - of_all
     in_batch = of_one + of_all * (args.batch - 2)
     return of_one, in_batch + max(0, of_rank) * (args.batch / args.dry_run - 2)
-
-
-def kept_bytes(model, batch):
-    """The bytes that a forward pass in bf16 keeps for the backward pass, with fused attention."""
-    kept = {}  # {address: storage}, because a storage may be kept several times
-
-    def keep(x):
-        storage = x.untyped_storage()
-        kept[storage.data_ptr()] = storage
-        return x
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
-    with torch.enable_grad(), hooks, torch.autocast("cpu", torch.bfloat16):
-        model(batch, lambda x: x)
-    return sum(storage.nbytes() for storage in kept.values())
 
 
 def bench(args, clock, step):

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 import common
 import conftest
 import eval as evaluation
+import gpu_bench
 import train
 from helpers import (ROOT, SMALL, assert_same_weights, batch_of, read_log, tiny_model, train_alone,
                      weights)
@@ -142,14 +143,14 @@ def test_a_group_of_nccl_equals_one_process(tmp_path, name):
 
 @pytest.mark.parametrize("row", [
     ("sparc", "b32"), ("sparc", "b16", "--grad-checkpoint"), ("bam", "vit-s16")])
-def test_the_forward_pass_keeps_the_memory_of_the_dry_run(row):
+def test_the_forward_pass_keeps_the_computed_memory(row):
     method, preset, *flags = row
     args = train.parse_args(["--method", method, "--preset", preset, *flags])
     method = train.METHODS[method]
     args.image_size = args.image_size or 224
     model = train.new_model(args, method, range(4))
     batches = [train.made_up_batch(args, method, model, n) for n in (4, 8)]
-    few, many = (train.kept_bytes(model, batch) for batch in batches)
+    few, many = (gpu_bench.kept_bytes(model, batch) for batch in batches)
     model.cuda()
     kept = []
     for batch in batches:

@@ -54,7 +54,7 @@ def test_flags_presets_and_tasks_of_commands_exist(command):
 
 
 def test_flags_and_presets_in_the_text_exist():
-    known = TRAIN | EVAL | {"--help", "--shm-size", "--nproc_per_node"}
+    known = TRAIN | EVAL | {"--help", "--shm-size", "--nproc_per_node", "--computed"}
     assert {*re.findall(r"(?<!\w)--[a-z][\w-]*", TEXT)} <= known
     table = re.search(r"presets of the papers.*?gpu_bench", TEXT, re.S)[0]
     presets = {name for name in re.findall(r"`([a-z0-9]+-?[\w-]*)`", table)
