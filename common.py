@@ -1522,8 +1522,7 @@ class Disk:
     def check(self, sample):
         self.failed = self.failed + 1 if sample.problem == DISK else 0
         if self.failed == 3:
-            raise DiskError("The disk failed to read three samples in a row, the last "
-                            f"{sample.name}: repair the disk.")
+            raise DiskError(f"The disk failed to read three samples in a row: {sample.name}.")
 
 
 class ShardFile(io.FileIO):
@@ -1739,9 +1738,8 @@ class CaptionTable:
         if self.classes:
             class_names(self.classes)  # raises UserError for names such as n01440764
             if len(self.classes) == 1 or all(map(str.isdecimal, self.classes)):
-                raise UserError(f"{self.name}: captions such as {self.captions[0]!r} teach "
-                                "nothing: give class folders with names, a table, or shards with "
-                                "captions.")
+                raise UserError(f"{self.name}: {self.captions[0]!r} teaches nothing: give class "
+                                "folders with names, a table, or shards with captions.")
         size, n = len(self.captions), min(limit, len(self.captions))
         return [self.captions[i * size // n] for i in range(n)]
 
@@ -1782,9 +1780,8 @@ class TarShards:
         looks = [*zip(self.paths, look_at_shards(self.paths, on_ranks))]
         missing = [f"{path} ({look})" for path, look in looks if isinstance(look, str)]
         if missing:
-            raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} are "
-                            f"missing; the first is {missing[0]}: name others, or all that exist "
-                            f"by DIR/*.tar.")
+            raise UserError(f"{len(missing)} of the {len(self.paths)} shards are missing, first "
+                            f"{missing[0]}: name others, or all that exist by DIR/*.tar.")
         # computed without directories, so that a run can resume if the data have moved
         names = [(os.path.basename(path), *look) for path, look in looks]
         self.fingerprint = f"{len(self.paths)} shards, {zlib.crc32(repr(names).encode())}"
@@ -1875,8 +1872,7 @@ class TarShards:
             texts = itertools.chain.from_iterable(sample.value for sample in samples)
             captions += itertools.islice(texts, wanted)
         if not captions:
-            raise UserError(f"{self.name} has no image with a caption (left out: "
-                            f"{describe_skipped(counts)}).")
+            raise UserError(f"{self.name} has no captions (left out: {describe_skipped(counts)}).")
         return captions
 
 
@@ -2108,9 +2104,8 @@ def find_columns(path, columns, image, caption):
     image = image or ("filepath" if "filepath" in columns else "image")
     caption = caption or ("title" if "title" in columns else "caption")
     if not {image, caption} <= {*columns}:
-        raise UserError(f"{path} has the columns {columns}, not {image} and {caption}: let its "
-                        "first row name the columns, such as filepath,title, or give "
-                        f"{path}:image=COLUMN,caption=COLUMN.")
+        raise UserError(f"{path} has the columns {columns}, not {image} and {caption}: rename them "
+                        f"in its first row, or give {path}:image=COLUMN,caption=COLUMN.")
     return image, caption
 
 
@@ -2320,9 +2315,8 @@ def open_directory(directory, content, *_):
     table.classes = classes
     empty = [classes[label] for label in {*range(len(classes))}.difference(table.labels.tolist())]
     if content and empty:
-        raise UserError(f"{len(empty)} of the {len(classes)} class folders of {directory} have no "
-                        f"images that you may read, such as {empty[0]}: add images, or remove "
-                        "these folders.")
+        raise UserError(f"{len(empty)} class folders of {directory} have no images that you may "
+                        f"read, such as {empty[0]}: add images, or remove these folders.")
     texts = {x.name[:-4] for x in rows if x.name.endswith(".txt")}
     captioned = [x.file for x in rows if not x.problem and os.path.splitext(x.file)[0] in texts]
     if content and len(captioned) > len(table) / 2:
@@ -2505,10 +2499,9 @@ def label_rows(names, labels, fraction):
     rows = [i for i, name in enumerate(names) if name in wanted]
     missing = len(wanted - set(names))
     if missing or len(rows) > len(wanted):
-        raise UserError(f"--label-fraction {fraction} lists {len(wanted)} names of images. "
-                        f"{missing} of them are missing from the training data, which have "
-                        f"{len(rows)} images with these names: each name must be the name of one "
-                        "image.")
+        raise UserError(f"--label-fraction {fraction} lists {len(wanted)} names. The data lack "
+                        f"{missing} of them, and have {len(rows)} images with these names: each "
+                        "name must be that of one image.")
     return rows
 
 
@@ -2995,8 +2988,7 @@ def restore_model(model, weights, path, remedy):
     for name, x in model.state_dict().items():
         theirs = weights.get(name, x)  # torch would copy integers into floats without an error
         if x.is_floating_point() > theirs.is_floating_point() or not x.isfinite().all():
-            raise UserError(f"{path} holds weights that are NaN, infinite or no floats, {name}: "
-                            "give another file.")
+            raise UserError(f"{path}: {name} is NaN, infinite or no float: give another file.")
 
 
 def load_checkpoint(path, map_location="cpu"):
@@ -3189,8 +3181,7 @@ def load_clip(encoders, state_dict, tokenizer):
     image = {key.removeprefix("visual."): x for key, x in rest.items() if "visual." in key}
     text = {key: x for key, x in rest.items() if "visual." not in key}
     if encoders[1].vocab_size == CLIP_TOKENS and isinstance(tokenizer, WordPiece):
-        raise UserError("the file expects CLIP's tokens: give --vocab "
-                        "bpe_simple_vocab_16e6.txt.gz.")
+        raise UserError("the file needs CLIP's tokens: give --vocab bpe_simple_vocab_16e6.txt.gz.")
 
     # The shapes do not show with which GELU a model was trained.
     modules = [*encoders[0].modules(), *encoders[1].modules()]
@@ -3381,8 +3372,7 @@ class BoxTable(CaptionTable):
         super().__init__([(file, "") for file in files], path, image_root or Path(path).parent,
                          content=None)
         if len(self) < len(files):
-            raise UserError(f"{path} names {len(files) - len(self)} files twice: make file names "
-                            "unique.")
+            raise UserError(f"{path} names {len(files) - len(self)} files twice: rename them.")
         self.content, self.skipped = "boxes", skipped
         not_learned = {*self.rare} if split == "train" else ()
         found = [row for row in found if row[1] not in not_learned]

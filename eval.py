@@ -431,8 +431,7 @@ class Embedder:
         """n captions -> token ids and mask (n, L) on the device of the model. Raises UserError if
         the model has no text encoder, or if a caption is no string."""
         if self.tokenizer is None:
-            raise UserError("This run has no text encoder, so it cannot encode captions and "
-                            "queries: choose a task that needs only images, such as knn.")
+            raise UserError("This run has no text encoder: choose a task of images, such as knn.")
         with common.explained(TypeError, "Captions need strings"):
             "".join(captions)  # the error of join names the item that is no string
         tokens, mask = self.tokenizer.batch(captions, self.context)
@@ -464,8 +463,7 @@ class Embedder:
                 mine = len(part), compute(piece) if piece else None
                 found = common.gather_objects(mine) if ranks > 1 else [mine]
                 if len({n for n, _ in found}) > 1:  # ranks that disagree would lose or repeat items
-                    raise UserError(f"Ranks found different numbers of {what} to encode: give all "
-                                    f"ranks the same files.")
+                    raise UserError(f"Ranks found different {what}: give all the same files.")
                 yield from (result for _, result in found if result)
                 bar.update(len(part))
 
@@ -479,8 +477,7 @@ class Embedder:
         with torch.autocast(device, torch.bfloat16, enabled=self.amp == "bf16"):
             x = encode(*inputs).float().cpu()
         if not x.isfinite().all():
-            raise UserError("Encodings are not finite numbers: the run has diverged, or its "
-                            "checkpoint is damaged. Evaluate another run.")
+            raise UserError("Encodings are not finite, so the run has diverged: give another.")
         return x
 
     def texts(self, captions, encode="encode_text"):
@@ -643,8 +640,7 @@ def settings_of_run(run):
     saved = common.read_config(run)
     method = METHODS.get(saved.get("method"))
     if method is None:
-        raise UserError(f"{run}/config.json has the method {saved.get('method')!r}, which is none "
-                        f"of {', '.join(METHODS)}: give a run of train.py.")
+        raise UserError(f"{run} has the method {saved.get('method')!r}: give a run of train.py.")
     args = method.Settings()
     vars(args).update(saved)
     home, here = saved.get("directory", os.getcwd()), os.getcwd()
@@ -670,13 +666,11 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
     model = common.build_model(method, args, *common.build_encoders(method, args, tokenizer))
     state = common.load_checkpoint(Path(run, checkpoint))
     if not isinstance(state, dict) or state.get("method") != args.method:
-        raise UserError(f"{run}/{checkpoint} holds no {args.method} model, which config.json asks "
-                        f"for: give a checkpoint that this run wrote.")
+        raise UserError(f"{run}/{checkpoint} holds no {args.method} model: give one of this run.")
     common.restore_model(model, state["model"], f"{run}/{checkpoint}", "config.json and vocab.txt "
                          "next to it must be those that the run wrote")
     if tokenizer and state["words"] != tokenizer.hash():
-        raise UserError(f"{run}/vocab.txt has other words than when the run was saved: put back "
-                        f"the file that the run wrote.")
+        raise UserError(f"{run}/vocab.txt has other words than the run: put back the run's file.")
     embedder = new_embedder(model.to(device), tokenizer, args, device)
     embedder.step, embedder.tells = state["step"], True
     return embedder, args
@@ -719,9 +713,8 @@ def read_templates(given):
         given = common.read_list(given[0], "--templates")
     for template in given:
         if re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
-            raise UserError(f"--templates: {template!r} needs one placeholder: write {{}} for the "
-                            f"name of a class, or {{a}} for the name with its article; or give a "
-                            f"file with one template a line.")
+            raise UserError(f"--templates: {template!r} needs one {{}}, the name of a class, or "
+                            "{a}, the name with its article; or give a file, a template a line.")
     return given
 
 
@@ -1091,8 +1084,7 @@ def open_voc(options, image_size, _):
         common.check_sides(image, truth.shape[::-1])
         highest = truth.masked_fill(truth == 255, 0).max()
         if highest > len(names):
-            raise UserError(f"{path} holds class {highest}, but there are {len(names)} names: give "
-                            f"all with --classes.")
+            raise UserError(f"{path} has class {highest} of {len(names)}: name all by --classes.")
         return common.squeezed(image, image_size), {"": truth}
 
     def maps(purpose):
@@ -1313,9 +1305,8 @@ def open_to_learn(options, data):
         ids = class_ids(train, names, is_numbered) if train.labelled else None
     if ids is None:
         raise UserError(f"k-NN and probes learn from {spec}, which must have the class folders of "
-                        f"{options.data}: {', '.join(names)}; give other data with eval.py "
-                        f"--train-data. Shards number their classes: eval.py --classes FILE names "
-                        f"them, one a line, that of label 0 first.")
+                        f"{options.data}: {', '.join(names)}; change eval.py --train-data, or name "
+                        "the classes of shards by eval.py --classes.")
 
     def pairs(purpose="train"):
         return ((image, ids[label]) for image, label in train.labelled(purpose))
@@ -1962,8 +1953,7 @@ def learned_classes(options, data, model):
         ids = common.match_names(data.classes.names, known)
     if ids is None:
         raise UserError(f"The classifier has learned {len(known)} classes, {', '.join(known[:3])}, "
-                        f"...; {options.data} has {', '.join(names[:3])}, ...: they must be the "
-                        f"same. --classes names the classes of shards.")
+                        f"..., not {', '.join(names[:3])}, ...: --classes names classes of shards.")
     return ids
 
 
@@ -2552,8 +2542,7 @@ def search(embedder, data, options, run):
     note_useless_flags(options)
     pairs, is_stair = data.captioned or data.labelled, bool(embedder.model.encode_words)
     if pairs is None:
-        raise UserError(f"--query needs images to search: give a folder of images, a table or "
-                        f"shapes in place of {options.data}.")
+        raise UserError(f"--query needs a folder of images, a table or shapes, not {options.data}.")
     captions = [query for query in options.query if not (is_stair and stair.is_boolean(query))]
     encoded, index, more = embedder.texts(captions), None, {}
     if is_stair:
@@ -2628,8 +2617,7 @@ def export(run, checkpoint, file):
     plain ViT.
     """
     if not file or os.path.lexists(file) or file.endswith(".safetensors"):
-        raise UserError(f"--export {file!r} must be a new file of torch's format: give a name that "
-                        "does not exist and ends in .pt.")
+        raise UserError(f"--export {file!r} must be a new file: give a name that ends in .pt.")
     encoder = load_run(run, checkpoint=checkpoint)[0].model.evaluation_encoder()
     weights = common.timm_weights(encoder)
     common.write_file(Path(file), weights)
@@ -2639,8 +2627,7 @@ def export(run, checkpoint, file):
                 "num_heads": block.attn.heads, "class_token": encoder.cls is not None,
                 "pre_norm": not isinstance(encoder.norm_pre, torch.nn.Identity)}
     print(f"{file}: weights for timm.models.VisionTransformer(**{settings}, global_pool='', "
-          f"num_classes=0) with {block.mlp.act} and LayerNorm's eps {encoder.norm.eps:g}. The keys "
-          f"mean and std hold the pixels' mean and deviation.")
+          f"num_classes=0) with {block.mlp.act} and LayerNorm's eps {encoder.norm.eps:g}")
 
 
 # Command line ---------------------------------------------------------------------------

@@ -450,8 +450,7 @@ def encoders_of(run, with_text):
     texts = {}
     if with_text:
         if args.method != "sparc":
-            raise UserError(f"{run} is a run of --method {args.method}: give a run of --method "
-                            "sparc.")
+            raise UserError(f"{run} is a run of {args.method}: give a run of --method sparc.")
         texts = {"text_encoder": args.text_encoder, "embed_dim": args.embed_dim,
                  "vocab": str(Path(run, "vocab.txt"))}
     return texts | {"image_encoder": encoder, "image_size": args.image_size}
@@ -482,8 +481,7 @@ def check_settings(args, method, usual, given):
             raise UserError(f"{args.out} was begun with {flag} {default}, which cannot change: "
                             f"leave out {flag} {value}, or give another --out.")
         if name in TEXT_FLAGS and args.finetune and method.uses_text(args):
-            raise UserError(f"{flag} {value} does not fit the fine-tuned {args.finetune}: leave "
-                            "it out.")
+            raise UserError(f"{flag} {value} does not fit {args.finetune}: leave it out.")
         if name in unused:
             raise UserError(f"{flag} has no effect on this objective: leave it out.")
     comments = common.comments_of(Config) | common.comments_of(method.Settings)
@@ -493,8 +491,7 @@ def check_settings(args, method, usual, given):
     if method.uses_text(args) and args.batch < 2:
         raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares captions.")
     if args.finetune and (args.init_weights or args.method not in FINE_TUNED):
-        raise UserError("--finetune trains a classifier or a detector: leave out any other "
-                        "--method, and --init-weights.")
+        raise UserError("--finetune needs --method classifier or detector, and no --init-weights.")
     if args.bench and args.resume:
         raise UserError("--bench times a new run: leave out --resume.")
     if args.bench:
@@ -526,8 +523,7 @@ def choose_run(args):
     with common.writing(out):  # the directory's name may be too long
         replaced = [path.name for name in names for path in out.glob(name)]
     if replaced and not args.resume:
-        raise UserError(f"{out} already has a {replaced[0]}: continue its run with --resume, or "
-                        f"give another --out.")
+        raise UserError(f"{out} already has a {replaced[0]}: add --resume, or change --out.")
     return out
 
 
@@ -571,8 +567,7 @@ def lock_run(out):
                 if re.fullmatch(r".+\.(pt|jsonl?|png|txt)\.\d+\.tmp|.+\.pt\.tmp", path.name):
                     path.unlink(missing_ok=True)
     except BlockingIOError:
-        raise UserError(f"{out} is in use by another run: stop it, or give another "
-                        f"--out.") from None
+        raise UserError(f"{out} is in use by a run: stop it, or change --out.") from None
     except OSError:
         pass  # this file system has no locks
     return file
@@ -628,8 +623,7 @@ def check_vocabulary(args, data, tokenizer):
     ids = [i for caption in captions for i in tokenizer.encode(caption)[1:-1]]
     unknown = ids.count(tokenizer.unk) / max(1, len(ids))
     if unknown > 0.5:
-        raise UserError(f"{unknown:.0%} of the captions' tokens are [UNK], which the vocabulary "
-                        "lacks: give another --vocab FILE.")
+        raise UserError(f"{unknown:.0%} of the captions' tokens are [UNK]: give another --vocab.")
 
 
 class Log:
@@ -689,8 +683,7 @@ def open_training_data(args, method):
     if args.batch % world_size:
         raise UserError(f"--batch {args.batch} must be a multiple of the {world_size} ranks.")
     if args.data is None and not args.dry_run:
-        raise UserError(f"--preset {args.preset} names no data: give --data SPEC and, for "
-                        f"captions, --vocab FILE.")
+        raise UserError(f"--preset {args.preset} has no data: give --data, for captions --vocab.")
     args.data = args.data or "shapes"
     _, encoder = common.encoder_settings(args.image_encoder, common.IMAGE_ENCODERS)
     image_size = args.image_size or encoder["image_size"]
@@ -702,8 +695,7 @@ def open_training_data(args, method):
     if isinstance(data, common.World):
         image_size = data.size
         if args.image_size not in (None, image_size):
-            raise UserError(f"--image-size {args.image_size} is not the size of {args.data}: "
-                            "leave out one of them.")
+            raise UserError(f"--image-size {args.image_size} does not fit {args.data}: drop it.")
     args.image_size = image_size
     if args.flip is None:
         args.flip = 0.0 if content == "caption" else 0.5
@@ -745,12 +737,10 @@ def choose_labels(args, data):
     given = args.classes  # names of --classes, or of the resumed run
     args.classes = list(data.classes or given or ())
     if not args.classes:
-        raise UserError(f"The classes of {args.data} have no names: give --classes FILE with one "
-                        "name a line, that of label 0 first.")
+        raise UserError(f"The classes of {args.data} have no names: give --classes FILE.")
     if given not in (None, args.classes):
-        raise UserError(f"The classes of {args.data} are {', '.join(args.classes)}; --classes or "
-                        f"the resumed run has {', '.join(given)}: leave out --classes, or give "
-                        "the run's data.")
+        raise UserError(f"The classes of {args.data} are {', '.join(args.classes)}, not "
+                        f"{', '.join(given)}: leave out --classes, or give the run's data.")
     data.classes = args.classes  # shards look up their labels in these names
     if args.label_fraction is None:
         return data
@@ -840,17 +830,15 @@ def initial_encoders(args, method, tokenizer):
 def save_memory(args, model):
     """Apply --grad-checkpoint and --accum-freq to all encoders, also to those of a teacher."""
     if args.grad_checkpoint and isinstance(model.image_encoder, common.ResNet):
-        raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT; {args.image_encoder} "
-                        f"has none: leave the flag out, or lower --batch.")
+        raise UserError(f"--grad-checkpoint needs a ViT, not {args.image_encoder}: leave it out.")
     for module in model.modules():
         if isinstance(module, common.Blocks):
             module.grad_checkpoint = args.grad_checkpoint
         if isinstance(module, common.Encoder):
             module.accum_freq = args.accum_freq
         if isinstance(module, common.BatchNorm) and args.accum_freq > 1:
-            raise UserError(f"--accum-freq {args.accum_freq} splits batches, which the BatchNorm "
-                            f"of {args.image_encoder} forbids: choose a ViT without a stem, such "
-                            "as tiny-patch.")
+            raise UserError(f"--accum-freq splits batches, but {args.image_encoder} has BatchNorm: "
+                            "choose a ViT without a stem, such as tiny-patch.")
 
 
 def build_transform(args, method, encoder):
@@ -917,8 +905,7 @@ def check_first_batch(args, batch):
     again = len(samples) - len(set(samples))
     if again:
         raise UserError(f"{again} of the {args.batch} samples of the first batch are in it twice: "
-                        "lower --batch or --workers, give more data, or mend images that cannot be "
-                        "read.")
+                        "lower --batch or --workers, or give more readable images.")
 
 
 # The run waits 1,800 seconds for a batch. Every 10 seconds the run looks whether workers are alive.
@@ -932,8 +919,7 @@ def read_in_workers(dataset, workers, ahead=2):
     `ahead` items in advance."""
     place = tempfile.gettempdir()
     if workers and len(os.fsencode(place)) > 70:  # workers would print an error and send no batches
-        raise UserError(f"TMPDIR {place} is too long for the workers' sockets: export "
-                        "TMPDIR=/tmp, or give --workers 0.")
+        raise UserError(f"TMPDIR {place} is too long: export TMPDIR=/tmp, or give --workers 0.")
     batches = iter(torch.utils.data.DataLoader(
         dataset, batch_size=None, num_workers=workers, worker_init_fn=ignore_signals,
         pin_memory=torch.cuda.is_available(), timeout=LOOK if workers else 0,
@@ -1173,8 +1159,7 @@ class Progress:
         saved = len(state["ranks"]), *map(state.get, ("workers", "data", "part", "seed"))
         if saved != (world_size, workers, self.data, common.Stream.part, self.seed):
             self.order += self.step
-            return print("note: the data, --seed, the number of ranks or of workers changed since "
-                         "the run was saved, or an older version read the data otherwise: the "
+            return print("note: the data, --seed, ranks, workers or the version have changed: the "
                          "data begin again, in another order")
         local = state["ranks"][rank]
         self.positions = local["positions"]
@@ -1219,8 +1204,7 @@ def load_state(args, data, model, scaler, progress, device):
             number == progress.stage and start < max(1, progress.step) <= end
             for number, start, end, _ in stages_of(args)):
         raise UserError(f"{args.out} has made {progress.step} steps, the last in stage "
-                        f"{progress.stage}. With these flags that step is in another stage or "
-                        "past the end: leave out flags such as --steps, --epochs or --share-1.")
+                        f"{progress.stage}; --steps, --epochs or --share-1 contradict this: leave them out.")
     return state
 
 
@@ -1284,12 +1268,11 @@ class Stop:
 def end_early(args, step, number, stop):
     """Print how to continue a run that a signal stopped, and return the number of the signal.
     Raises UserError if the disk of a rank or the last evaluation has failed."""
+    remedy = f"start the same command again with --resume --out {shlex.quote(args.out)}"
     if number == stop.FAILED:
         error = next(filter(None, common.gather_objects(stop.error)))
-        raise UserError(f"{error} Step {step} is saved: start the same command again with --resume "
-                        f"--out {shlex.quote(args.out)}.")
-    print(f"Stopped by signal after step {step}: start the same command again with --resume --out "
-          f"{shlex.quote(args.out)}")
+        raise UserError(f"{error} Step {step} is saved: {remedy}.")
+    print(f"Stopped by signal after step {step}: {remedy}")
     return number
 
 
@@ -1339,8 +1322,7 @@ def check_finite(args, step, loss, grad_norm, scaler):
         raise UserError(f"The loss is {loss.item()}, the gradient's norm is {grad_norm.item()} at "
                         f"step {step}: lower --lr, raise --warmup or change --amp.")
     if scaler.get_scale() < LEAST_SCALE:
-        raise UserError(f"More than 100 updates before step {step} overflowed in fp16 and were "
-                        "skipped: lower --lr, or change --amp.")
+        raise UserError(f"fp16 skipped 100 updates before step {step}: lower --lr, change --amp.")
 
 
 # Log, evaluation, cost -----------------------------------------
@@ -1406,8 +1388,7 @@ def show_first_batch(args, tokenizer, batch):
     path = Path(args.out, "first-batch.png")
     path.parent.mkdir(parents=True, exist_ok=True)  # --dry-run has no directory yet
     common.write_file(path, evaluation.sheet_of_samples(pictures, texts, f"First batch: {facts}."))
-    print(f"{path} shows eight samples of the first batch as the model reads them. Look at it "
-          f"first. The batch: {facts}.")
+    print(f"Look at {path}: eight samples as the model reads them. The batch: {facts}.")
 
 
 def describe_captions(tokenizer, tokens, mask, captions, texts):

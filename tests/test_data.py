@@ -445,7 +445,7 @@ def test_a_rank_knows_the_shards_of_its_own_machine(tmp_path, monkeypatch):
         assert common.look_at_shards(alone.paths, True) == looks
         assert TarShards(pattern, True).fingerprint == alone.fingerprint
     ranks([a, c], [b, d], [a, d], [gone])
-    with pytest.raises(UserError, match=r"1 of the 4 .* first is .*/002.tar \(No such file\): name"):
+    with pytest.raises(UserError, match=r"1 of the 4 .* first .*/002.tar \(No such file\): name"):
         TarShards(pattern, True)
 
 
@@ -965,7 +965,7 @@ def test_training_without_labels_reads_images_at_every_depth(tmp_path):
     write_files(tmp_path, dict.fromkeys(files, picture()))
     source = open_data(str(tmp_path), content=None)
     assert [*pairs(source)] == ["1.jpg", "2.jpg", "3.jpg"] and source.classes is None
-    assert "1 of the 2 class folders" in failure(open_data, str(tmp_path))
+    assert "1 class folders of" in failure(open_data, str(tmp_path))
 
 
 def test_imagenets_1000_folders_have_torchvisions_names():
@@ -1094,7 +1094,7 @@ def test_label_fraction_is_a_share_of_each_class_or_a_list_of_images(tmp_path):
     Path(file).write_text("7.jpg\n44.jpg\nelsewhere/52.jpg\n\n")
     assert common.label_rows(names, labels, file) == [7, 44, 52]
     for wrong, text, message in (
-            (names[:50] + [None], file, "lists 3 names of images. 1 of them are missing"),
+            (names[:50] + [None], file, "lists 3 names. The data lack 1 of them"),
             ([*names, "other/7.jpg"], file, "have 4 images with these names: each name must"),
             (names, "0", "must be above 0 and at most 1"),
             (names, "1.5", "must be above 0 and at most 1"),
@@ -1137,7 +1137,7 @@ def test_an_image_that_the_disk_fails_once_is_read_and_one_that_fails_is_counted
     assert len(take(stream(source, 5), 1)) == 1 and len(sleeps) == 18  # a lost file stays lost
     monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, source.paths, kind))
     message = failure(take, stream(source, 6), 1)
-    assert message.startswith("The disk failed to read three samples in a row, the last") and (
+    assert message.startswith("The disk failed to read three samples in a row: ") and (
         len(sleeps) == 18 + 9)
     if kind == common.PASSING[0]:  # the end of a failed worker takes half a second
         with pytest.raises(common.DiskError):  # a worker's error keeps its type

@@ -47,7 +47,7 @@ COCO = '{"images": [{"id": 1, "file_name": "a"}], "annotations": [{"image_id": 1
 NO_CAPTIONS = "neither COCO captions, Karpathy's JSON nor a list of rows"
 NUMBER = "folder n00000001 has a number of ImageNet"
 VOC, SET = "eval runs/sparc --task segmentation --data voc", "eval runs/sparc --data colours"
-PROMPT = "'{}' needs one placeholder: write .* or give a file with one template a line"
+PROMPT = "'{}' needs one .*, the name with its article; or give a file"
 CLIP = "clip-b32:width=16,heads=2,image_size=16,patch_size=8,depth=1,"
 IMAGE = "^--init-weights clip.pt: the file holds a model of .*{}.*: give .*--image-encoder the"
 TEXT = IMAGE.replace("image", "text")
@@ -60,8 +60,8 @@ BLOCK = "transformer.resblocks.0."
 # it is {tensor of the CLIP file: another shape, or None if the file lacks the tensor}.
 ERRORS = [
     # Settings of a training
-    ("train --method sparc --preset b32 --out run", "--preset b32 names no data: give --data"),
-    ("train --method sparo --preset cc3m-b16 --out run", "--preset cc3m-b16 names no data.*--vocab"),
+    ("train --method sparc --preset b32 --out run", "--preset b32 has no data: give --data"),
+    ("train --method sparo --preset cc3m-b16 --out run", "--preset cc3m-b16 has no data.*--vocab"),
     ("sparc --lernrate 1", "^unrecognized arguments: --lernrate 1: see --help.$"),
     ("sparc --data 0.tar 1.tar", "arguments: 1.tar: see --help.$"),
     ("eval run --chunk 3", "^unrecognized arguments: --chunk 3: see --help.$"),
@@ -76,13 +76,13 @@ ERRORS = [
         "sparc --seed 99999999999999999999": "< 9e18", "sparc --beta2 1.0": "< 1",
         "sparc --sigma 2.0": "<= 1"}.items()),
     ("train --method sparc --epochs 1 --out run", "needs the number of images, .* give --steps"),
-    ("sparc --accum-freq 2", "--accum-freq 2 .* BatchNorm .* tiny-patch"),
+    ("sparc --accum-freq 2", "--accum-freq .* BatchNorm.* tiny-patch"),
     ("sparo --readout cls --image-encoder tiny", "a ViT with :cls=1"),
     ("stair --share-1 0.7 --share-2 0.3", "leave no steps to stage 3"),
     ("dino --vocab nowhere.txt", "--vocab has no effect on this objective: leave"),
     ("bam --crop-scale 0.5", "--crop-scale has no effect on this objective: leave"),
     ("train --resume --bench 2 --out runs/sparc", "--bench times a new run: leave out --resume"),
-    ("sparc --image-size 64", "--image-size 64 is not the size of shapes:.*size=16.*: leave out one"),
+    ("sparc --image-size 64", "--image-size 64 does not fit shapes:.*size=16.*: drop"),
     ("dino --local-size 12", "--local-size 12 must be a multiple of the patch size 8"),
     *((f"{name} --local-size 24", "--local-size 24 must be .* and at most --image-size 16")
       for name in ("dino", "bam")),
@@ -97,7 +97,7 @@ ERRORS = [
     ("bam --contrastive-crop --crop-start 9", "--crop-start 9 must be below --steps 4"),
 
     *((f"train --method detector --out run {flags}", message) for flags, message in (
-        ("--data shapes --finetune runs/bam", "bam is a run of --method bam"),
+        ("--data shapes --finetune runs/bam", "runs/bam is a run of bam: give"),
         ("--data table.csv --finetune runs/sparc", "table.csv is no JSON of boxes"),
         *((f"--data shapes:size=16 --finetune runs/sparc {flag}", message) for flag, message in (
             ("--embed-dim 64", "sparc: .*--embed-dim"), ("--text-encoder 12x512", "leave it out"),
@@ -106,7 +106,7 @@ ERRORS = [
 
     ("train --finetune runs/bam --image-encoder tiny:width=16,heads=2,depth=1 --data photos --out run",
      "another size or kind .* leave out --image-encoder"),
-    *((f"train --finetune runs/bam {more}", "leave out .*--method, and --init-weights")
+    *((f"train --finetune runs/bam {more}", "--finetune needs --method classifier or detector, and no --init-weights")
       for more in ("--init-weights vit.pt", "--method bam")),
 
     # Encoders
@@ -123,34 +123,34 @@ ERRORS = [
     ("sparc --vocab 0", r"0 is no vocabulary .*lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\]. Give BERT's vocab.txt", b""),
     ("sparc --vocab 0", "0 is no vocabulary .*: not enough values .*CLIP's bpe", "#version: 0\na b\nab\n"),
     ("sparc --vocab a.gz", "a.gz is no vocabulary .*: Not a gzipped .*Give BERT's vocab.txt", "broken"),
-    ("sparc --vocab poor.txt", "^84% of the captions' tokens are .UNK., .* give another --vocab"),
+    ("sparc --vocab poor.txt", "^84% of the captions' tokens are .UNK.: give another --vocab"),
 
     # Data
     ("sparc --data nowhere.csv", "Cannot read nowhere.csv: No such file"),
-    ("sparc --data {000..004}.tar", "3 of the 5 shards .* first is 002.tar"),
+    ("sparc --data {000..004}.tar", "3 of the 5 shards .* first 002.tar"),
     ("sparc --image-encoder tiny:pixels=foo", "one of clip, imagenet, half, not 'foo'"),
-    ("sparc --data no*.tar", r"first is no\*.tar .No such .*: name others, .* by DIR/\*.tar"),
+    ("sparc --data no*.tar", r"first no\*.tar .No such .*: name others, .* by DIR/\*.tar"),
     ("sparc --data 000.tar::gone.tar", "gone.tar"),
     ("sparc --data 000.tar::table.csv", "Cannot read 000.tar::table.csv: No such file"),
     ("sparc --data table.csv:colour=x", "no setting 'colour'; its settings: caption, image"),
     ("sparc --data bare", "bare has no image .*left out: 1 x file next to the class folders"),
     ("bam --data bare", "bare has no image .*left out: 1 x file without an image's ending"),
     (lambda: open_directory("gone", "label", None), "^Cannot read gone: No such file"),
-    ("sparc --data mixed", "^1 of the 2 class folders of mixed have no images .*, such as cat: add"),
+    ("sparc --data mixed", "^1 class folders of mixed have no images .*, such as cat: add"),
     ("sparc --data numbers --vocab poor.txt", f"{NUMBER} instead of a name: rename the folder. eval.py .* --classes FILE"),
     ("sparc --image-encoder tiny:patch_size=4", "must multiply to patch_size 4"),
     ("bam --data photos --eval-every 1",
      "^No evaluation: .*train.py --eval-data"),
     ("sparc --eval-data broken", "^No evaluation: None of the 1 images could be read: 1 x .*png"),
     ("classifier --data table.csv", "table.csv has no labels: give class folders"),
-    ("classifier --data 000.tar", "classes of 000.tar have no names: give --classes FILE .* label 0"),
+    ("classifier --data 000.tar", "classes of 000.tar have no names: give --classes FILE"),
     ("classifier --data 000.tar --classes names.txt --label-fraction .1", "needs class folders"),
-    ("classifier --data photos --classes names.txt", "classes of photos are blue, red; --classes or"),
+    ("classifier --data photos --classes names.txt", "classes of photos are blue, red, not one, two"),
     ("classifier --data photos --label-fraction 10%", r"\(number or file\) 10% cannot be read"),
     ("bam --data photos --eval-data others", "must have the class folders of others.*: blue, grey"),
     ("bam --eval-data table.csv", "^No .*table.csv this model can run no task: give class folders"),
     ("sparc --data a.tar", rf"{BAD_SHARD}.* a.tar \(its end is missing\)", ""),
-    ("sparc --data a.tar", "a.tar has no image with a caption.*left out: 1 x no image .*a.tar:0",
+    ("sparc --data a.tar", "a.tar has no captions .left out: 1 x no image .*a.tar:0",
      {"a.tar": {"0.txt": "no image"}}),
 
     # Tables
@@ -202,15 +202,15 @@ ERRORS = [
      saved({"patch_embed.proj.weight": torch.ones(2)})),
     ("eval runs/bam runs/sparc --export out.pt", "--export writes the weights of one run: .*not 2"),
     ("eval runs/sparo --export out.pt", "--export writes a ViT of timm's architecture, but this"),
-    *((f"eval runs/sparc --export {file}", "new file of torch's .* not exist and ends in .pt")
+    *((f"eval runs/sparc --export {file}", "must be a new file: .* ends in .pt")
       for file in ("runs/sparc/last.pt", "runs/sparc/config.json", "/dev/null", "''", "a.safetensors")),
 
     # Directories of runs
     ("sparc --out table.csv", "table.csv cannot be written: File exists"),
     ("sparc --out table.csv/x", "table.csv/x cannot be written: Not a directory"),
     ("sparc --out /proc/x", "/proc/x cannot be written"),
-    ("sparc --out runs/sparc", "runs/sparc already has a last.pt: continue its run with --resume"),
-    *((f"sparc --out {out}", f"{out} already has a {name}: .* give another", {f"{out}/{name}": ""})
+    ("sparc --out runs/sparc", "runs/sparc already has a last.pt: add --resume"),
+    *((f"sparc --out {out}", f"{out} already has a {name}: .* change --out", {f"{out}/{name}": ""})
       for out, name in ((".", "config.json"), ("mine", "vocab.txt"), (".", "log.jsonl"),
                         (".", "eval.json"), ("mine", "step-2.pt"))),
     (f"sparc --out {'n' * 300}", "n cannot be written: File name too long"),
@@ -220,7 +220,7 @@ ERRORS = [
       for command in ("sparc", "train --resume auto")),
     ("train --resume --checkpoint step-9.pt --out runs/sparc",
      "step-9.pt cannot be read: No such .* Remedy: give --checkpoint last.pt"),
-    ("train --resume --out other", "other/config.json has the method 'resnet', which is none of",
+    ("train --resume --out other", "other has the method 'resnet': give a run",
      {"other/config.json": '{"method": "resnet"}'}),
     ("stair --resume --out runs/sparc", "was begun with --method sparc, .* leave out --method stair"),
     ("train --resume --embed-dim 7 --lr 1 --out runs/sparc",
@@ -247,7 +247,7 @@ ERRORS = [
     *(("eval runs/sparc --data crepe", "crepe/swap_att.json: .* must have filename, caption and",
        {"crepe/swap_att.json": text}) for text in (CREPE[:-1], CREPE.replace("filename", "file"))),
     *((f"eval runs/sparc {flag} {'n' * 300}", message) for flag, message in {
-        "--data": "n does not exist. Give", "--templates": "n' needs one placeholder",
+        "--data": "n does not exist. Give", "--templates": "n' needs one ",
         "--data photos --task knn --train-data": "n does not exist. Give"}.items()),
     ("eval runs/sparc --task slots", "this model can run .*; slots needs other data or"),
     ("eval runs/sparc --data photos --task segmentation",
@@ -258,11 +258,11 @@ ERRORS = [
     ("eval runs/bam --data photos", "give other class folders .*train.py --eval-data"),
     ("eval runs/bam --data photos --train-data photos/", "give other class .*--train-data"),
     ("eval runs/bam --data photos --train-data others",
-     "from others, .* class folders of photos: blue, red; give other data with eval.py --train-data"),
+     "from others, .* class folders of photos: blue, red; change eval.py --train-data"),
     ("eval runs/bam --data table.csv", "On table.csv this model can run no task: give class folders"),
     ("eval runs/stair --query 'red AND qqq'", "--query.* no word 'qqq': give words of vocab.txt"),
-    ("eval runs/sparc --query red --data voc", "--query needs images to search: give a folder"),
-    ("eval runs/bam --query red", "This run has no text encoder, so it cannot encode captions and queries"),
+    ("eval runs/sparc --query red --data voc", "--query needs a folder of images.*not voc"),
+    ("eval runs/bam --query red", "This run has no text encoder: choose a task"),
     ("eval runs/sparo --data numbers --task slots --select photos", f"{NUMBER} .* --classes"),
     ("eval runs/sparo --data photos --task slots", "slots needs --select"),
     ("eval runs/sparo --data photos --task masks --select others", "SugarCrepe's files"),
@@ -270,7 +270,7 @@ ERRORS = [
     ("eval runs/sparc --templates 0", PROMPT.format("red"), "red\n"),
     *((f"eval runs/sparc --templates '{template}'", PROMPT.format(template).replace("{", r"\{"))
       for template in ("no.txt", "{} {a}", "{")),
-    (VOC + " --classes names.txt", "a.png holds class 3, .* are 2 names: give all with --classes"),
+    (VOC + " --classes names.txt", "a.png has class 3 of 2: name all by --classes"),
     (VOC, r"a.png is no map of class ids, but .* shape \(8, 8, 3\): give a PNG",
      {"voc/SegmentationClass/a.png": picture(format="PNG")}),
     (VOC, "^--data voc/.*val.txt cannot be read: 'utf-8'",
@@ -279,7 +279,7 @@ ERRORS = [
     (SET, "colours/test/.* has wrong labels .*1 x label above .* from 1.*0.tar:1"),
     (SET, "nshards.txt: invalid literal .*; it is the number of tars",
      {"colours/test/nshards.txt": "two"}),
-    (SET, "2 of the 3 shards of .* first is .*1.tar", {"colours/test/nshards.txt": "3"}),
+    (SET, "2 of the 3 shards .* first .*1.tar", {"colours/test/nshards.txt": "3"}),
     ("eval runs/sparc --data pairs", "pairs.* has no image that can be used .left out: "),
     ("eval runs/sparc --data winoground", "sample 1: .* must have image_0, image_1"),
 ]

@@ -228,7 +228,7 @@ def test_one_caption_is_a_list_of_one_and_a_model_that_has_diverged_is_refused(r
     for parameter in model.model.parameters():
         parameter.data.fill_(torch.nan)  # NaN would rank each image first
     for encode, item in ((model.texts, "a cat"), (model.images, torch.rand(1, 3, 16, 16))):
-        with pytest.raises(common.UserError, match="not finite .* has diverged"):
+        with pytest.raises(common.UserError, match="not finite, so the run has diverged"):
             encode(item)
 
 
