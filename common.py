@@ -381,14 +381,11 @@ class ViT(Encoder):
                  eps=1e-6, patch_bias=True, drop_path=0.0, pixels=""):
         super().__init__()
         if image_size % patch_size:
-            multiple = max(1, image_size // patch_size) * patch_size
-            raise UserError(f"image_size {image_size} is not a multiple of patch_size "
-                            f"{patch_size}: give {multiple}.")
+            raise UserError(f"image_size {image_size} is no multiple of patch_size {patch_size}.")
         if positions not in ("learned", "sincos"):
             raise UserError(f"positions must be learned or sincos, not {positions!r}.")
         if stem and math.prod(stride for _, stride in stem) != patch_size:
-            raise UserError(f"The strides of the stem {stem} must multiply to patch_size "
-                            f"{patch_size}: choose a preset without a stem, such as tiny-patch.")
+            raise UserError(f"This stem does not fit patch_size {patch_size}: choose tiny-patch.")
         self.image_size, self.patch_size, self.width = image_size, patch_size, width
         self.grid, self.pixels = image_size // patch_size, Pixels(pixels)
         if stem:
@@ -2306,8 +2303,7 @@ def open_directory(directory, content, *_):
         return CaptionTable(rows_of_images(directory, "an image"), directory)
     parts = [name for name in classes if PART.fullmatch(name.lower())]
     if parts and (parts != ["train"] or classes == parts):  # beside other folders, train is a class
-        raise UserError(f"{directory} has the folders {', '.join(parts)}, which are no classes: "
-                        f"give {os.path.join(directory, parts[-1])}.")
+        raise UserError(f"{directory} has {', '.join(parts)}, which are no classes: give one.")
 
     rows = [left_out("file next to the class folders", path) for path in files]
     rows += rows_of_classes(directory, classes)
@@ -2423,8 +2419,7 @@ def class_names(folders, file=None):
     if file:
         names = read_lines(file, "--classes")
         if len(names) != len(folders):
-            raise UserError(f"{file} has {len(names)} names for {len(folders)} class folders: "
-                            f"give one name per line, in the sorted order of the folders.")
+            raise UserError(f"{file} has {len(names)} names for {len(folders)} folders: name each.")
         if places := match_names(names, folders):
             lines = [names[places.index(i)] for i in range(len(folders))]
             return [re.sub(r"^n\d{8} +", "", line.replace("_", " ")) for line in lines], str(file)
@@ -3293,8 +3288,7 @@ def timm_weights(encoder):
     VisionTransformer of timm cannot represent."""
     is_plain = isinstance(encoder, ViT) and isinstance(encoder.patch_embed, nn.Conv2d)
     if not is_plain or encoder.left_out or isinstance(encoder.norm, nn.Identity):
-        raise UserError("--export writes a ViT of timm's architecture, but this is a ResNet, or "
-                        "has a stem or a read-out of its own: train another, such as tiny-patch.")
+        raise UserError("--export needs a plain ViT, as timm has it: train one, as tiny-patch is.")
     weights = {}
     for name, value in encoder.state_dict().items():
         for theirs, ours in TIMM_NAMES:
@@ -3582,9 +3576,8 @@ class World:
         # cell.
         low, high = 2.2 / self.size, 0.64 / self.cells
         if not low <= self.small < self.large <= high:
-            raise UserError(
-                f"shapes: small={self.small} must be less than large={self.large}, both from "
-                f"{low:.3f} to {high:.3f} with size={self.size} and objects={self.objects}.")
+            raise UserError(f"shapes: small={self.small} must be less than large={self.large}, "
+                            f"both from {low:.3f} to {high:.3f}, by the size and the objects.")
         # The pairs use all eight colours before they use a colour again, with another shape.
         self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
         # a box has the class 8 * colour + shape

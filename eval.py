@@ -891,8 +891,7 @@ def note_useless_flags(options, rows=()):
     if kind_of(options.data).split == "all" or "split" in common.parse_spec(options.data)[1]:
         useless.add("split")
     for flag in filter(useless.__contains__, options.given):
-        print(f"note: {common.flag_of(flag)} {getattr(options, flag)} has no effect on this "
-              f"command: its tasks, pictures and data do not read the flag")
+        print(f"note: {common.flag_of(flag)} {getattr(options, flag)} has no effect here")
 
 
 @dataclasses.dataclass
@@ -1113,8 +1112,7 @@ def read_ids(path):
     with Image.open(path) as file:
         ids = torch.from_numpy(np.array(file))
     if ids.ndim != 2 or ids.dtype != torch.uint8:
-        raise UserError(f"{path} is no map of class ids, but {ids.dtype} of shape "
-                        f"{tuple(ids.shape)}: give a PNG of 8 bits, with a palette or grey.")
+        raise UserError(f"{path} is no map of 8 bits, but {ids.dtype} of {tuple(ids.shape)}.")
     return ids
 
 
@@ -2460,8 +2458,7 @@ def print_unseen(counted, context):
               f"longer than the context of {context} tokens: the model does not see their ends.")
     if counted["unknown_tokens"] > 0.1 * counted["tokens"]:
         fraction = counted["unknown_tokens"] / counted["tokens"]
-        print(f"{fraction:.0%} of the tokens of captions and prompts are [UNK]: train on captions "
-              f"with these words, or with a --vocab that has them.")
+        print(f"{fraction:.0%} of the tokens are [UNK]: train on captions with these words.")
 
 
 def metric_options(options):

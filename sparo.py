@@ -282,8 +282,7 @@ def own_columns(logits):
     the i-th part, so a gather that joins only some ranks gives wrong pairs."""
     B, columns = logits.shape
     if columns < 2 or columns % B:
-        raise ValueError(f"The loss compares pairs: {B} images and {columns} captions need to be "
-                         f"equally many on each rank, and two or more on all ranks.")
+        raise ValueError(f"A loss needs two or more pairs, not {B} images and {columns} captions.")
     rank = dist.get_rank() if columns > B else 0
     return rank * B + torch.arange(B, device=logits.device)
 
@@ -311,8 +310,7 @@ def as_bools(mask, shape):
     """A mask of bools, or of 0 and 1 -> of bools. Raises ValueError for another shape, and for
     floats (an additive mask)."""
     if mask.shape != shape or mask.is_floating_point():
-        raise ValueError(f"A mask needs the shape {tuple(shape)} and bools, not "
-                         f"{tuple(mask.shape)} and {mask.dtype}.")
+        raise ValueError(f"A mask needs bools {[*shape]}, not {mask.dtype} {[*mask.shape]}.")
     return mask.bool()
 
 

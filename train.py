@@ -478,8 +478,7 @@ def check_settings(args, method, usual, given):
         if value == default:
             continue
         if args.resume and name in FIXED:
-            raise UserError(f"{args.out} was begun with {flag} {default}, which cannot change: "
-                            f"leave out {flag} {value}, or give another --out.")
+            raise UserError(f"{args.out} has {flag} {default}: leave out {flag} {value}.")
         if name in TEXT_FLAGS and args.finetune and method.uses_text(args):
             raise UserError(f"{flag} {value} does not fit {args.finetune}: leave it out.")
         if name in unused:
@@ -590,8 +589,7 @@ def write_run(args, tokenizer, out, step):
 def announce(args, data, model, tokenizer, device, progress):
     """Print facts about the run. Raises UserError if the vocabulary does not fit the captions."""
     params = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"{args.out}: --method {args.method} --preset {args.preset}. {progress.step} of "
-          f"{args.steps} steps are done.")
+    print(f"{args.out}: {args.method}, preset {args.preset}, step {progress.step} of {args.steps}")
     print(f"{params:.1f} M parameters on {device}; ranks: {this_rank()[1]}; threads of a rank: "
           f"{torch.get_num_threads()}; --workers {args.workers}")
     if isinstance(data, common.CaptionTable):
@@ -706,13 +704,11 @@ def open_training_data(args, method):
         args.workers = usual_workers(args, data)
     if args.epochs:
         if not is_table:
-            raise UserError(f"--epochs {args.epochs} needs the number of images, which "
-                            f"{args.data} does not tell: give --steps, epochs x images / --batch.")
+            raise UserError(f"--epochs does not fit {args.data}, of unknown size: give --steps.")
         args.steps = math.ceil(args.epochs * len(data) / args.batch)
     check_method(args)
     if method.box_refreshes(args) and not (is_table or args.dry_run):
-        raise UserError("--contrastive-crop needs a folder of images or a table, not "
-                        f"{args.data}: give one, or --no-contrastive-crop.")
+        raise UserError("--contrastive-crop needs a folder or a table: give --no-contrastive-crop.")
     return data
 
 
@@ -818,8 +814,7 @@ def initial_encoders(args, method, tokenizer):
             weights = common.load_checkpoint(args.init_weights)
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             if isinstance(weights, dict) and "ranks" in weights:
-                raise UserError("the file is a checkpoint of train.py: continue its run by "
-                                "--resume, or write its image encoder by `eval.py RUN --export`.")
+                raise UserError("it is a checkpoint of a run: give --resume, or eval.py --export.")
             if method.uses_text(args):
                 parts = common.load_clip(encoders, weights, tokenizer)
             else:
@@ -855,8 +850,7 @@ def build_transform(args, method, encoder):
     patch = encoder.image_size // encoder.grid
     for view in views:
         if view["size"] % patch or view["size"] > args.image_size:
-            raise UserError(f"--local-size {view['size']} must be a multiple of the patch size "
-                            f"{patch} and at most --image-size {args.image_size}.")
+            raise UserError(f"--local-size must be a multiple of {patch} up to {args.image_size}.")
     return common.Views([common.View(**view) for view in views], args.image_size, args.flip)
 
 
@@ -1203,8 +1197,8 @@ def load_state(args, data, model, scaler, progress, device):
     if args.steps + progress.step and not any(
             number == progress.stage and start < max(1, progress.step) <= end
             for number, start, end, _ in stages_of(args)):
-        raise UserError(f"{args.out} has made {progress.step} steps, the last in stage "
-                        f"{progress.stage}; --steps, --epochs or --share-1 contradict this: leave them out.")
+        raise UserError(f"{args.out} has made {progress.step} steps, up to stage {progress.stage}. "
+                        "--steps, --epochs or --share-1 contradict this: leave them out.")
     return state
 
 

@@ -366,9 +366,9 @@ def test_a_mask_of_zeros_and_ones_is_one_of_bools_and_floats_are_refused(call):
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda: FINE(TOKENS, PATCHES, MASK[:1], 9.0), r"\(4, 6\) and bools, not \(1, 6\)"),
-    (lambda: sparc.gloria_loss(PATCHES, TOKENS, MASK, 9.0), r"\(4, 9\)"),
-    (lambda: HEAD(TOKENS, MASK[:1]), r"\(4, 6\) and bools, not \(1, 6\)"),
+    (lambda: FINE(TOKENS, PATCHES, MASK[:1], 9.0), r"bools \[4, 6\], not .*\[1, 6\]"),
+    (lambda: sparc.gloria_loss(PATCHES, TOKENS, MASK, 9.0), r"\[4, 9\]"),
+    (lambda: HEAD(TOKENS, MASK[:1]), r"bools \[4, 6\], not .*\[1, 6\]"),
     (lambda: SPARO(TOKENS, MASK), "eos_idx needs 4 indices .*True"),
     (lambda: sparo.normalize_slots(V_AND_T[0]), "expected 3, got 2"),
     *((lambda loss=loss: loss(*V_AND_T, 9.0, **TWICE), "process group") for loss in CONTRASTIVE),

@@ -906,7 +906,7 @@ def test_class_folders_give_classes_labels_and_captions(tmp_path):
     file.write_text("aeroplane\nfire engine\n\n")
     assert common.class_names(source.classes, file) == (["aeroplane", "fire engine"], str(file))
     file.write_text("aeroplane\n\nfire engine\n")  # the number of a line can be a label
-    assert "has 3 names for 2 class folders" in failure(common.class_names, source.classes, file)
+    assert "has 3 names for 2 folders" in failure(common.class_names, source.classes, file)
 
 
 @pytest.mark.parametrize("folders, refused", [

@@ -75,7 +75,7 @@ ERRORS = [
         "sparc --embed-dim 0": "> 0", "stair --crop-scale 0.0": "> 0",
         "sparc --seed 99999999999999999999": "< 9e18", "sparc --beta2 1.0": "< 1",
         "sparc --sigma 2.0": "<= 1"}.items()),
-    ("train --method sparc --epochs 1 --out run", "needs the number of images, .* give --steps"),
+    ("train --method sparc --epochs 1 --out run", "--epochs does not fit .* of unknown size: give --steps"),
     ("sparc --accum-freq 2", "--accum-freq .* BatchNorm.* tiny-patch"),
     ("sparo --readout cls --image-encoder tiny", "a ViT with :cls=1"),
     ("stair --share-1 0.7 --share-2 0.3", "leave no steps to stage 3"),
@@ -83,8 +83,8 @@ ERRORS = [
     ("bam --crop-scale 0.5", "--crop-scale has no effect on this objective: leave"),
     ("train --resume --bench 2 --out runs/sparc", "--bench times a new run: leave out --resume"),
     ("sparc --image-size 64", "--image-size 64 does not fit shapes:.*size=16.*: drop"),
-    ("dino --local-size 12", "--local-size 12 must be a multiple of the patch size 8"),
-    *((f"{name} --local-size 24", "--local-size 24 must be .* and at most --image-size 16")
+    ("dino --local-size 12", "--local-size must be a multiple of 8 up to 16"),
+    *((f"{name} --local-size 24", "--local-size must be a multiple of 8 up to 16")
       for name in ("dino", "bam")),
     ("dino --readout fdt", "--objective dino needs --readout sparo, cls or gap, not fdt"),
     ("dino --readout cls --image-encoder ResNet-50 --data shapes:size=64", "a ViT with :cls=1"),
@@ -93,7 +93,7 @@ ERRORS = [
       for name in ("onehot", "moco")),
     *((f"bam --target moco --local-crops {n} {teacher}", "moco needs two views and the moving av")
       for n, teacher in ((2, "--teacher"), (0, "--no-teacher"))),
-    ("bam --contrastive-crop --crop-start 1", "a table, not shapes.* --no-contrastive-crop"),
+    ("bam --contrastive-crop --crop-start 1", "a folder or a table: give --no-contrastive-crop"),
     ("bam --contrastive-crop --crop-start 9", "--crop-start 9 must be below --steps 4"),
 
     *((f"train --method detector --out run {flags}", message) for flags, message in (
@@ -112,7 +112,7 @@ ERRORS = [
     # Encoders
     ("sparc --image-encoder ViT-Z/9", "no encoder 'ViT-Z/9'; there are tiny, tiny-patch,"),
     ("sparc --image-encoder tiny:stem=none", "ViT has no setting 'stem'; its settings: "),
-    ("sparc --data shapes:size=50", "image_size 50 is not a multiple of patch_size 8: give 48"),
+    ("sparc --data shapes:size=50", "image_size 50 is no multiple of patch_size 8"),
     ("sparc --image-encoder tiny:depth=4.5", "depth='4.5' is not of type int"),
 
     # Vocabularies
@@ -138,7 +138,7 @@ ERRORS = [
     (lambda: open_directory("gone", "label", None), "^Cannot read gone: No such file"),
     ("sparc --data mixed", "^1 class folders of mixed have no images .*, such as cat: add"),
     ("sparc --data numbers --vocab poor.txt", f"{NUMBER} instead of a name: rename the folder. eval.py .* --classes FILE"),
-    ("sparc --image-encoder tiny:patch_size=4", "must multiply to patch_size 4"),
+    ("sparc --image-encoder tiny:patch_size=4", "This stem does not fit patch_size 4: choose tiny-patch"),
     ("bam --data photos --eval-every 1",
      "^No evaluation: .*train.py --eval-data"),
     ("sparc --eval-data broken", "^No evaluation: None of the 1 images could be read: 1 x .*png"),
@@ -201,7 +201,7 @@ ERRORS = [
     ("bam --init-weights 0", "--init-weights 0: the file holds .*Missing.* such as ViT-S/16:cls=1",
      saved({"patch_embed.proj.weight": torch.ones(2)})),
     ("eval runs/bam runs/sparc --export out.pt", "--export writes the weights of one run: .*not 2"),
-    ("eval runs/sparo --export out.pt", "--export writes a ViT of timm's architecture, but this"),
+    ("eval runs/sparo --export out.pt", "--export needs a plain ViT, as timm has it"),
     *((f"eval runs/sparc --export {file}", "must be a new file: .* ends in .pt")
       for file in ("runs/sparc/last.pt", "runs/sparc/config.json", "/dev/null", "''", "a.safetensors")),
 
@@ -222,15 +222,15 @@ ERRORS = [
      "step-9.pt cannot be read: No such .* Remedy: give --checkpoint last.pt"),
     ("train --resume --out other", "other has the method 'resnet': give a run",
      {"other/config.json": '{"method": "resnet"}'}),
-    ("stair --resume --out runs/sparc", "was begun with --method sparc, .* leave out --method stair"),
+    ("stair --resume --out runs/sparc", "has --method sparc: leave out --method stair"),
     ("train --resume --embed-dim 7 --lr 1 --out runs/sparc",
      "model of another size.*128.*7.*: leave out flags that change the model; vocab.txt"),
-    ("train --resume --preset b32 --out runs/sparc", "--preset tiny, .* leave out --preset b32"),
+    ("train --resume --preset b32 --out runs/sparc", "--preset tiny: leave out --preset b32"),
     ("train --resume auto --vocab poor.txt --out runs/sparc", "leave out --vocab poor.txt"),
-    *((f"{name} --init-weights 0", "0: the file is a checkpoint of train.py: .* `eval.py RUN --export",
+    *((f"{name} --init-weights 0", "0: it is a checkpoint of a run: give --resume, or eval.py --export",
        saved({"model": {}, "ranks": []})) for name in ("sparc", "bam")),
     ("train --resume --init-weights clip.pt --out runs/sparc", "leave out --init-weights clip.pt"),
-    ("train --resume --optimizer lamb --out runs/sparc", "--optimizer adamw, .* leave out"),
+    ("train --resume --optimizer lamb --out runs/sparc", "--optimizer adamw: leave out"),
     *((f"{command} runs/{name}", message, {f"runs/{name}/{file}": text})
       for command, name in (("train --resume --out", "sparc"), ("eval", "sparc"))
       for file, message, text in (
@@ -271,7 +271,7 @@ ERRORS = [
     *((f"eval runs/sparc --templates '{template}'", PROMPT.format(template).replace("{", r"\{"))
       for template in ("no.txt", "{} {a}", "{")),
     (VOC + " --classes names.txt", "a.png has class 3 of 2: name all by --classes"),
-    (VOC, r"a.png is no map of class ids, but .* shape \(8, 8, 3\): give a PNG",
+    (VOC, r"a.png is no map of 8 bits, but .*uint8 of \(8, 8, 3\)",
      {"voc/SegmentationClass/a.png": picture(format="PNG")}),
     (VOC, "^--data voc/.*val.txt cannot be read: 'utf-8'",
      {"voc/ImageSets/Segmentation/val.txt": b"\xff"}),

@@ -448,7 +448,7 @@ def test_a_resumed_run_names_its_own_command_and_directory(run, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", "--resume", "--out", "run"])
     train_alone(["--resume", "--out", "run"])
-    assert "6 of 6 steps are done." in capsys.readouterr().out
+    assert "step 6 of 6" in capsys.readouterr().out
     config = common.read_config(run)
     assert (config["argv"], config["directory"]) == (sys.argv, str(tmp_path))
     assert config["steps"] == 6
@@ -476,7 +476,7 @@ def test_resume_never_goes_back_a_stage(tmp_path, with_milestones, stopped, flag
     """The stages have 2, 2 and 4 steps."""
     run = shutil.copytree(with_milestones, tmp_path / "run")
     flags = ["--checkpoint", f"step-{stopped}.pt", *flags.split()]
-    message = f"has made {stopped} steps, the last in stage .*{message}" if message else None
+    message = f"has made {stopped} steps, up to stage .*{message}" if message else None
     with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
         train_alone(["--resume", *flags, "--out", run])
 
