@@ -66,6 +66,8 @@ A group has "title", "seeds", "rate_seeds" (for the choice of a rate; by default
         a table of all runs side by side, if the group has one; its metrics are those of the test
         split, and a run that a column does not name has no such metric. Its first columns are
         COSTS, for which the machine must be quiet
+    "plots": [{"title", "runs": {label: run}, "metrics": {heading: metric}}]
+        a bar for the mean of each run, in each metric
     "claims": [a claim]
         claim     the claim as a sentence
         source    the table, figure or section of the paper
@@ -265,20 +267,39 @@ def cells(found, why_not=None):
             " ".join(f"{x:+.3f}" for x in differences), between, holds)
 
 
+def values_of(method, name, metric, figure):
+    """Return the values of a run in a metric by seed, or None if one is missing."""
+    rate, (base, _) = rate_of(method, name, figure), trained(method, name)
+    if rate is None:
+        return None
+    place = METRIC.match(metric).groups("")
+    values = [figure(base, rate, seed, "test", *place) for seed in seeds_of(method, [name])]
+    return None if None in values else values
+
+
 def side_by_side(method, figure):
     """Return {column: {run: its values by seed, or None if a figure is missing}} of the group's
     "table"."""
-    found = {}
-    for heading, metrics in TABLES[method]["table"]["columns"].items():
-        found[heading] = {}
-        for metric, names in metrics.items():
-            for name in names.split():
-                rate, (base, _) = rate_of(method, name, figure), trained(method, name)
-                place = METRIC.match(metric).groups("")
-                values = [None] if rate is None else [figure(base, rate, seed, "test", *place)
-                                                      for seed in seeds_of(method, [name])]
-                found[heading][name] = None if None in values else values
-    return found
+    return {heading: {name: values_of(method, name, metric, figure)
+                      for metric, names in metrics.items() for name in names.split()}
+            for heading, metrics in TABLES[method]["table"]["columns"].items()}
+
+
+def lines_of_plots(method, figure):
+    """Return the lines of the group's "plots": a bar for each run, as long as its mean."""
+    lines = []
+    for plot in TABLES[method].get("plots", ()):
+        lines += [f"**{plot['title']}**", "", "```"]
+        for heading, metric in plot["metrics"].items():
+            values = {label: values_of(method, name, metric, figure)
+                      for label, name in plot["runs"].items()}
+            largest = max([mean(x) for x in values.values() if x], default=1)
+            lines.append(heading)
+            for label, x in values.items():
+                bar = f"{spread(x):18}{'█' * round(40 * mean(x) / largest)}" if x else "not run yet"
+                lines.append(f"    {label:18}{bar}")
+        lines += ["```", ""]
+    return lines
 
 
 def lines_side_by_side(method, figure):
@@ -383,6 +404,7 @@ def lines_of(method):
             row = claim["claim"], claim["source"], claim["paper"], cost, *row
             lines.append(f"| {' | '.join(row)} |")
         lines += [""] if claims else []
+    lines += lines_of_plots(method, figure)
     chosen = []
     for name, run in table["runs"].items():
         rate, (_, rates) = rate_of(method, name, figure), trained(method, name)
@@ -537,6 +559,7 @@ def train_again(method):
 
     if "table" in TABLES[method]:
         side_by_side(method, figure)
+    lines_of_plots(method, figure)  # notes what is missing
     for claim in TABLES[method]["claims"]:
         compare(method, claim, figure)
     add_records(found)

@@ -223,6 +223,8 @@ def test_every_claim_has_runs_and_metrics_with_valid_flags(method):
         budgets = [(x.epochs or x.steps * x.batch, x.data)
                    for x in map(settings.get, names)]
         assert budgets[0] == budgets[-1] or claim.get("budget") == "FLOPs"
+    for plot in table.get("plots", ()):
+        used |= {*plot["runs"].values()}
     for metrics in table.get("table", {"columns": {}})["columns"].values():
         used |= {name for names in metrics.values() for name in names.split()}
     assert used >= runs.keys(), "a run that no claim uses"
@@ -272,17 +274,23 @@ def test_class_folders_become_shards_with_captions_and_a_val_split(printed, tmp_
 
 
 def test_the_table_has_the_best_mean_of_a_metric_in_bold_if_it_is_decided(printed, monkeypatch):
-    """Figures of two metrics are not compared. Five seeds decide, if the interval lies above 0."""
+    """Figures of two metrics are not compared. Five seeds decide, if the interval lies above 0. A
+    plot has a bar of 40 signs for the largest mean."""
     columns = {"k-NN": {"knn": "a idle"}, "both": {"knn": "a", "linear": "idle"}}
     table = {"rows": {"A": "a", "idle": "idle"}, "columns": columns}
-    monkeypatch.setitem(claims.TABLES["sparc"], "table", table)
-    monkeypatch.setitem(claims.TABLES["sparc"], "seeds", [1, 2, 3, 4, 5])
+    plot = {"title": "A plot", "runs": {"A": "a", "idle": "idle"}, "metrics": {"k-NN": "knn"}}
+    for name, value in dict(table=table, seeds=[1, 2, 3, 4, 5], plots=[plot]).items():
+        monkeypatch.setitem(claims.TABLES["sparc"], name, value)
     runs = {"a": dict(rates=[0.1]), "idle": dict(rates=[0.0])}
     monkeypatch.setitem(claims.TABLES["sparc"], "runs", RUNS | runs)
     claims.add_records({"method": "sparc", "run": run, "rate": rate, "seed": seed, "split": "test",
                         "metric": metric, "value": value + seed / 1000}
                        for run, rate, value in (("a", 0.1, 0.5), ("idle", 0.0, 0.2))
                        for seed in range(1, 6) for metric in ("knn", "linear"))
-    rows = [line for line in printed() if line.startswith(("| A |", "| idle |"))]
+    lines = printed()
+    rows = [line for line in lines if line.startswith(("| A |", "| idle |"))]
     assert rows == ["| A | – | – | – | **0.503 ± 0.002** | 0.503 ± 0.002 |",
                     "| idle | – | – | – | 0.203 ± 0.002 | 0.203 ± 0.002 |"]
+    start = lines.index("**A plot**")
+    assert [line.split() for line in lines[start + 3 : start + 6]] == [
+        ["k-NN"], ["A", "0.503", "±", "0.002", "█" * 40], ["idle", "0.203", "±", "0.002", "█" * 16]]
