@@ -17,14 +17,9 @@ another project without this file. train.py and eval.py join the two. The sectio
     Boxes               data for detection
     The world of shapes drawn scenes with captions; skip this section if you have data
 
-To add a format that lists image files, write a reader: a function that yields rows (path, captions)
-or Samples. Then add a row to formats(). A format whose files contain the images needs a new class,
-such as TarShards. The head of "Data files" lists the members of such a class.
-
 To add a size of ViT or of text encoder, add a row to VIT_PRESETS or TEXT_PRESETS. To add an image
-encoder, write a class with the members of ResNet (image_size, grid, width, cls, norm, pixels,
-left_out), and add a row to IMAGE_ENCODERS. --compile compiles the classes in COMPILED. To add a
-method, read Method and ModelDefaults.
+encoder, read the docstring of ResNet. To add a format, read the docstring of formats. To add a
+method, read the docstring of Method.
 """
 
 import argparse
@@ -508,6 +503,11 @@ class ResNet(resnet.ResNet):
     h = H / 32 and w = W / 32. Each position of the last feature map becomes a token, so that a
     method can use a ResNet like a ViT. blocks: the numbers of blocks of the four stages. pixels:
     see Pixels.
+
+    To add an image encoder, write a class with the members image_size, grid (the number of tokens
+    of a side), width, cls, norm, pixels and left_out, and add a row to IMAGE_ENCODERS. Use
+    BatchNorm of this file, because torch's BatchNorm2d has other statistics on each rank. --compile
+    needs the class in COMPILED. encoder_settings names the arguments that are tuples.
     """
 
     left_out = 0  # methods replace blocks of transformers only
@@ -1451,8 +1451,9 @@ def blur(x, sigma):
 #   content                  the value that comes with an image: "caption", "label", "boxes" or None
 #   classes                  the names of the labels, or None if the source does not know them
 #   sample_captions(limit)   captions for the training of a vocabulary, from all parts of the data
-#   each(content, limit)     yields (path or bytes, value) of every image, for an evaluation. A
-#                            World has no such member.
+#   each(content, limit)     yields (path or bytes, value) of every image, for an evaluation, and
+#                            prints what it leaves out. With "caption" the value is a list. A World
+#                            has no such member.
 #   fingerprint              identifies the images and their order. A checkpoint holds the
 #                            fingerprint, because its positions are wrong for other images.
 #   annotations              a hash of the paths below the root, the captions, labels and boxes, or
@@ -1460,12 +1461,14 @@ def blur(x, sigma):
 #
 # CaptionTable and TarShards also have
 #   samples(seed, part, parts, start)
-#                            yields (Sample, position after the sample) without end. The data are
-#                            divided into `parts` disjoint parts, one for each worker of each rank.
-#                            Only the samples of the part number `part` are read.
+#                            yields (Sample, position after the sample) without end. With
+#                            "caption" the value is one text. The data are divided into `parts`
+#                            disjoint parts, one for each worker of each rank. Only the samples of
+#                            the part number `part` are read.
 #   name                     the name of the source in messages
 #   start                    the first position
-#   len(source), unit        the number of "images" or "shards" that are divided into parts
+#   len(source), unit        the number of "images" or "shards" that are divided into parts.
+#                            open_source of eval.py reads labels, not captions, from "shards".
 #   skipped                  {problem: [count, last example]} of the rows left out at the start
 #   max_bad                  the number of unusable samples in a row after which a run ends
 #
@@ -2203,9 +2206,12 @@ class Format(NamedTuple):
 
 
 def formats(on_ranks=False, image_size=48):
-    """The formats of --data. The arguments are those of open_data. To add a format that lists image
-    files, write a reader, which yields rows, and add a row with functools.partial(open_table,
-    reader)."""
+    """The formats of --data. The arguments are those of open_data.
+
+    To add a format that lists image files, write a reader, which yields rows, see CaptionTable. Add
+    a row with functools.partial(open_table, reader). If the files contain the images, write a class
+    such as TarShards, and add a row. The head of "Data files" lists the members of the class.
+    """
     columns = {"image": "", "caption": ""}
     world = dataclasses.asdict(World()) | {"size": image_size}
     return [

@@ -19,8 +19,8 @@ A map of the sections:
     Search, Weights     --query, --export
     Command line        the flags
 
-To add a task, write a function and add a row to TASKS. To add a picture, add a row to PICTURES. To
-add a kind of data, add a row to KINDS.
+To add a task, a picture or a kind of data, write a function and add a row to TASKS, PICTURES or
+KINDS. A new row of common.formats needs no row of KINDS.
 """
 
 import collections
