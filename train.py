@@ -824,7 +824,7 @@ def initial_encoders(args, method, tokenizer):
 
 def save_memory(args, model):
     """Apply --grad-checkpoint and --accum-freq to all encoders, also to those of a teacher."""
-    if args.grad_checkpoint and isinstance(model.image_encoder, common.ResNet):
+    if args.grad_checkpoint and not isinstance(model.image_encoder, common.ViT):
         raise UserError(f"--grad-checkpoint needs a ViT, not {args.image_encoder}: leave it out.")
     for module in model.modules():
         if isinstance(module, common.Blocks):
