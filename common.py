@@ -1522,7 +1522,7 @@ class Disk:
     def check(self, sample):
         self.failed = self.failed + 1 if sample.problem == DISK else 0
         if self.failed == 3:
-            raise DiskError(f"The disk failed to read three samples in a row: {sample.name}.")
+            raise DiskError(f"The disk failed to read three samples in a row, last {sample.name}.")
 
 
 class ShardFile(io.FileIO):
@@ -2104,7 +2104,7 @@ def find_columns(path, columns, image, caption):
     image = image or ("filepath" if "filepath" in columns else "image")
     caption = caption or ("title" if "title" in columns else "caption")
     if not {image, caption} <= {*columns}:
-        raise UserError(f"{path} has the columns {columns}, not {image} and {caption}: rename them "
+        raise UserError(f"{path} has the columns {columns}, not {image} and {caption}: name them "
                         f"in its first row, or give {path}:image=COLUMN,caption=COLUMN.")
     return image, caption
 
@@ -3294,7 +3294,7 @@ def timm_weights(encoder):
     VisionTransformer of timm cannot represent."""
     is_plain = isinstance(encoder, ViT) and isinstance(encoder.patch_embed, nn.Conv2d)
     if not is_plain or encoder.left_out or isinstance(encoder.norm, nn.Identity):
-        raise UserError("--export needs a plain ViT, as timm has it: train one, as tiny-patch is.")
+        raise UserError("--export needs a ViT of timm, without a stem or a read-out of its own.")
     weights = {}
     for name, value in encoder.state_dict().items():
         for theirs, ours in TIMM_NAMES:

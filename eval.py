@@ -463,7 +463,7 @@ class Embedder:
                 mine = len(part), compute(piece) if piece else None
                 found = common.gather_objects(mine) if ranks > 1 else [mine]
                 if len({n for n, _ in found}) > 1:  # ranks that disagree would lose or repeat items
-                    raise UserError(f"Ranks found different {what}: give all the same files.")
+                    raise UserError(f"Ranks found different {what}: give all ranks the same files.")
                 yield from (result for _, result in found if result)
                 bar.update(len(part))
 
@@ -477,7 +477,7 @@ class Embedder:
         with torch.autocast(device, torch.bfloat16, enabled=self.amp == "bf16"):
             x = encode(*inputs).float().cpu()
         if not x.isfinite().all():
-            raise UserError("Encodings are not finite, so the run has diverged: give another.")
+            raise UserError("Encodings are not finite, so the run has diverged: give another run.")
         return x
 
     def texts(self, captions, encode="encode_text"):
@@ -1083,7 +1083,7 @@ def open_voc(options, image_size, _):
         common.check_sides(image, truth.shape[::-1])
         highest = truth.masked_fill(truth == 255, 0).max()
         if highest > len(names):
-            raise UserError(f"{path} has class {highest} of {len(names)}: name all by --classes.")
+            raise UserError(f"{path} has class {highest}; {len(names)} have names: give --classes.")
         return common.squeezed(image, image_size), {"": truth}
 
     def maps(purpose):
@@ -1112,7 +1112,7 @@ def read_ids(path):
     with Image.open(path) as file:
         ids = torch.from_numpy(np.array(file))
     if ids.ndim != 2 or ids.dtype != torch.uint8:
-        raise UserError(f"{path} is no map of 8 bits, but {ids.dtype} of {tuple(ids.shape)}.")
+        raise UserError(f"{path} is no map of class ids of 8 bits: {ids.dtype} {[*ids.shape]}.")
     return ids
 
 

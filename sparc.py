@@ -173,9 +173,9 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
 
 
 def words_only(mask):
-    """The mask of tokens (B, L) -> the mask of words (B, L), without [CLS], the first token, and
-    [SEP], the last token. Padding comes last. If your tokenizer adds neither, use its mask as the
-    mask of words."""
+    """The mask of tokens (B, L), True at tokens, then False at padding -> the mask of words (B, L),
+    without [CLS], the first token, and [SEP], the last. If your tokenizer adds neither, use its
+    mask as the mask of words."""
     mask = as_bools(mask, mask.shape)
     words = torch.zeros_like(mask)
     words[:, 1:-1] = mask[:, 2:]  # token l is a word if l > 0 and there is a token l + 1
@@ -351,14 +351,14 @@ def own_columns(logits):
     the i-th part, so a gather that joins only some ranks gives wrong pairs."""
     B, columns = logits.shape
     if columns < 2 or columns % B:
-        raise ValueError(f"A loss needs two or more pairs, not {B} images and {columns} captions.")
+        raise ValueError(f"{B} images, {columns} captions: give two or more, as many on each rank.")
     rank = dist.get_rank() if columns > B else 0
     return rank * B + torch.arange(B, device=logits.device)
 
 
 def as_bools(mask, shape):
     """A mask of bools, or of 0 and 1 -> of bools. Raises ValueError for another shape, and for
-    floats (an additive mask)."""
+    floats (an additive mask). An inverted mask passes."""
     if mask.shape != shape or mask.is_floating_point():
         raise ValueError(f"A mask needs bools {[*shape]}, not {mask.dtype} {[*mask.shape]}.")
     return mask.bool()

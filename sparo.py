@@ -108,8 +108,8 @@ class Sparo(nn.Module):
 
     def forward(self, x, eos_idx=None, return_attn=False):
         """Outputs x (B, n, d) -> slots (B, L, V); with return_attn also the attention (B, L, n).
-        eos_idx (B,): the index of each caption's last token. Slots ignore the positions after it.
-        """
+        eos_idx (B,): the index of each caption's last token, not its length. Slots ignore the
+        positions after it."""
         H, padding = without_padding(x, eos_idx)                    # (B, n, d), (B, n)
         q = self.q.view(-1, self.D)                                 # (L, D)
         K, b = self.keys()                                          # (L, D, d), (L, D)
@@ -178,8 +178,8 @@ class Model(nn.Module):
         return [Sparo(d, cfg.L, cfg.V, cfg.D) for d in widths]
 
     def forward(self, batch, gather=all_ranks):
-        """batch: images (B, 3, size, size), tokens (B, n), mask (B, n), True at tokens, False at
-        padding. Returns {"loss": scalar, "scale": scalar to log}."""
+        """batch: images (B, 3, size, size), tokens (B, n), mask (B, n), True at tokens, then
+        False at padding. Returns {"loss": scalar, "scale": scalar to log}."""
         slots_i = self.image_slots(batch["images"])                # (B, L, V)
         slots_t = self.text_slots(batch["tokens"], batch["mask"])  # (B, L, V)
         scale = self.log_scale.exp()
@@ -282,7 +282,7 @@ def own_columns(logits):
     the i-th part, so a gather that joins only some ranks gives wrong pairs."""
     B, columns = logits.shape
     if columns < 2 or columns % B:
-        raise ValueError(f"A loss needs two or more pairs, not {B} images and {columns} captions.")
+        raise ValueError(f"{B} images, {columns} captions: give two or more, as many on each rank.")
     rank = dist.get_rank() if columns > B else 0
     return rank * B + torch.arange(B, device=logits.device)
 
@@ -308,7 +308,7 @@ def without_padding(x, eos_idx):
 
 def as_bools(mask, shape):
     """A mask of bools, or of 0 and 1 -> of bools. Raises ValueError for another shape, and for
-    floats (an additive mask)."""
+    floats (an additive mask). An inverted mask passes."""
     if mask.shape != shape or mask.is_floating_point():
         raise ValueError(f"A mask needs bools {[*shape]}, not {mask.dtype} {[*mask.shape]}.")
     return mask.bool()

@@ -327,7 +327,7 @@ def own_columns(logits):
     the i-th part, so a gather that joins only some ranks gives wrong pairs."""
     B, columns = logits.shape
     if columns < 2 or columns % B:
-        raise ValueError(f"A loss needs two or more pairs, not {B} images and {columns} captions.")
+        raise ValueError(f"{B} images, {columns} captions: give two or more, as many on each rank.")
     rank = dist.get_rank() if columns > B else 0
     return rank * B + torch.arange(B, device=logits.device)
 
@@ -343,7 +343,7 @@ def without_padding(h, mask):
 
 def as_bools(mask, shape):
     """A mask of bools, or of 0 and 1 -> of bools. Raises ValueError for another shape, and for
-    floats (an additive mask)."""
+    floats (an additive mask). An inverted mask passes."""
     if mask.shape != shape or mask.is_floating_point():
         raise ValueError(f"A mask needs bools {[*shape]}, not {mask.dtype} {[*mask.shape]}.")
     return mask.bool()

@@ -681,7 +681,7 @@ def open_training_data(args, method):
     if args.batch % world_size:
         raise UserError(f"--batch {args.batch} must be a multiple of the {world_size} ranks.")
     if args.data is None and not args.dry_run:
-        raise UserError(f"--preset {args.preset} has no data: give --data, for captions --vocab.")
+        raise UserError(f"--preset {args.preset} has no data: give --data (captions: --vocab).")
     args.data = args.data or "shapes"
     _, encoder = common.encoder_settings(args.image_encoder, common.IMAGE_ENCODERS)
     image_size = args.image_size or encoder["image_size"]
@@ -814,7 +814,7 @@ def initial_encoders(args, method, tokenizer):
             weights = common.load_checkpoint(args.init_weights)
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             if isinstance(weights, dict) and "ranks" in weights:
-                raise UserError("it is a checkpoint of a run: give --resume, or eval.py --export.")
+                raise UserError("it is a run's checkpoint: use --resume, or eval.py RUN --export.")
             if method.uses_text(args):
                 parts = common.load_clip(encoders, weights, tokenizer)
             else:
@@ -1198,7 +1198,7 @@ def load_state(args, data, model, scaler, progress, device):
             number == progress.stage and start < max(1, progress.step) <= end
             for number, start, end, _ in stages_of(args)):
         raise UserError(f"{args.out} has made {progress.step} steps, up to stage {progress.stage}. "
-                        "--steps, --epochs or --share-1 contradict this: leave them out.")
+                        "--steps, --epochs, --share-1 or others contradict this: leave them out.")
     return state
 
 
@@ -1316,7 +1316,7 @@ def check_finite(args, step, loss, grad_norm, scaler):
         raise UserError(f"The loss is {loss.item()}, the gradient's norm is {grad_norm.item()} at "
                         f"step {step}: lower --lr, raise --warmup or change --amp.")
     if scaler.get_scale() < LEAST_SCALE:
-        raise UserError(f"fp16 skipped 100 updates before step {step}: lower --lr, change --amp.")
+        raise UserError(f"fp16 skipped 100 updates before step {step}: lower --lr or change --amp.")
 
 
 # Log, evaluation, cost -----------------------------------------

@@ -1137,7 +1137,7 @@ def test_an_image_that_the_disk_fails_once_is_read_and_one_that_fails_is_counted
     assert len(take(stream(source, 5), 1)) == 1 and len(sleeps) == 18  # a lost file stays lost
     monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, source.paths, kind))
     message = failure(take, stream(source, 6), 1)
-    assert message.startswith("The disk failed to read three samples in a row: ") and (
+    assert message.startswith("The disk failed to read three samples in a row, last ") and (
         len(sleeps) == 18 + 9)
     if kind == common.PASSING[0]:  # the end of a failed worker takes half a second
         with pytest.raises(common.DiskError):  # a worker's error keeps its type

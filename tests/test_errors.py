@@ -201,7 +201,7 @@ ERRORS = [
     ("bam --init-weights 0", "--init-weights 0: the file holds .*Missing.* such as ViT-S/16:cls=1",
      saved({"patch_embed.proj.weight": torch.ones(2)})),
     ("eval runs/bam runs/sparc --export out.pt", "--export writes the weights of one run: .*not 2"),
-    ("eval runs/sparo --export out.pt", "--export needs a plain ViT, as timm has it"),
+    ("eval runs/sparo --export out.pt", "--export needs a ViT of timm, without a stem"),
     *((f"eval runs/sparc --export {file}", "must be a new file: .* ends in .pt")
       for file in ("runs/sparc/last.pt", "runs/sparc/config.json", "/dev/null", "''", "a.safetensors")),
 
@@ -227,7 +227,7 @@ ERRORS = [
      "model of another size.*128.*7.*: leave out flags that change the model; vocab.txt"),
     ("train --resume --preset b32 --out runs/sparc", "--preset tiny: leave out --preset b32"),
     ("train --resume auto --vocab poor.txt --out runs/sparc", "leave out --vocab poor.txt"),
-    *((f"{name} --init-weights 0", "0: it is a checkpoint of a run: give --resume, or eval.py --export",
+    *((f"{name} --init-weights 0", "0: it is a run's checkpoint: use --resume, or eval.py RUN --export",
        saved({"model": {}, "ranks": []})) for name in ("sparc", "bam")),
     ("train --resume --init-weights clip.pt --out runs/sparc", "leave out --init-weights clip.pt"),
     ("train --resume --optimizer lamb --out runs/sparc", "--optimizer adamw: leave out"),
@@ -270,8 +270,8 @@ ERRORS = [
     ("eval runs/sparc --templates 0", PROMPT.format("red"), "red\n"),
     *((f"eval runs/sparc --templates '{template}'", PROMPT.format(template).replace("{", r"\{"))
       for template in ("no.txt", "{} {a}", "{")),
-    (VOC + " --classes names.txt", "a.png has class 3 of 2: name all by --classes"),
-    (VOC, r"a.png is no map of 8 bits, but .*uint8 of \(8, 8, 3\)",
+    (VOC + " --classes names.txt", "a.png has class 3; 2 have names: give --classes"),
+    (VOC, r"a.png is no map of class ids of 8 bits: .*uint8 \[8, 8, 3\]",
      {"voc/SegmentationClass/a.png": picture(format="PNG")}),
     (VOC, "^--data voc/.*val.txt cannot be read: 'utf-8'",
      {"voc/ImageSets/Segmentation/val.txt": b"\xff"}),

@@ -151,7 +151,7 @@ def test_epochs_count_the_images_of_all_batch_sizes(tmp_path, three_epochs, batc
     flags, run = three_epochs
     flags = [*flags, "--out", shutil.copytree(run, tmp_path / "run"), "--resume"]
     if steps is None:
-        with pytest.raises(UserError, match="made 6 steps, .*--epochs .* leave them out"):
+        with pytest.raises(UserError, match="made 6 steps, .*--epochs.* leave them out"):
             train_alone([*flags, "--batch", batch, "--epochs", epochs])
         return
     for more, expected in ((["--batch", batch, "--epochs", epochs], steps),
