@@ -209,7 +209,7 @@ def test_labels_of_shards_match_class_folders_only_if_their_order_is_known(
         assert evaluation.knn(embedder(), data, options)["knn"][0] == 1
         assert data.classes.names == found.split()
     else:
-        with pytest.raises(common.UserError, match="name the classes of shards by eval.py --classes"):
+        with pytest.raises(common.UserError, match="name the classes of shards by eval"):
             evaluation.knn(embedder(), data, options)
 
 

@@ -157,7 +157,7 @@ def test_a_classifier_learns_classes_and_eval_py_measures_them(tmp_path, capsys)
     for start in ([evaluation.main, [run, "--data", spec]],
                   [train_alone, [*SMALL["classifier"], "--data", data, "--eval-data", spec, "--out",
                                  tmp_path / "new"]]):
-        with pytest.raises(UserError, match="learned 3 classes, blue, green, red.* not numbers.*--classes"):
+        with pytest.raises(UserError, match="3 classes, blue, green, red.* not numbers.*--classes"):
             start[0](start[1])
     (tmp_path / "names.txt").write_text("red\ngreen\nblue\n")
     evaluation.main([run, "--data", spec, "--classes", str(tmp_path / "names.txt")])
