@@ -507,7 +507,7 @@ class ResNet(resnet.ResNet):
     To add an image encoder, write a class with the members image_size, grid (the number of tokens
     of a side), width, cls, norm, pixels and left_out, and add a row to IMAGE_ENCODERS. Use
     BatchNorm of this file, because torch's BatchNorm2d has other statistics on each rank. --compile
-    needs the class in COMPILED. encoder_settings names the arguments that are tuples.
+    needs the class in COMPILED. If an argument is a tuple, add its name to encoder_settings.
     """
 
     left_out = 0  # methods replace blocks of transformers only
@@ -2229,10 +2229,12 @@ def formats(on_ranks=False, image_size=48):
                "DIR of class folders, or of any images for BAM and DINO")]
 
 
-def file_holds(name, field):
-    """Whether a JSON file has a field of this name."""
-    is_json = name.lower().endswith((".json", ".jsonl")) and look_at(name) == "file"
-    return is_json and b'"%s"' % field.encode() in Path(name).read_bytes()
+def file_holds(name, field, size=-1):
+    """Whether a JSON file has a field of this name in its first `size` bytes; -1: in all bytes."""
+    if not name.lower().endswith((".json", ".jsonl")) or look_at(name) != "file":
+        return False
+    with open(name, "rb") as file:
+        return b'"%s"' % field.encode() in file.read(size)
 
 
 def has_splits(spec):
@@ -2309,7 +2311,7 @@ def open_directory(directory, content, *_):
         return CaptionTable(rows_of_images(directory, "an image"), directory)
     parts = [name for name in classes if PART.fullmatch(name.lower())]
     if parts and (parts != ["train"] or classes == parts):  # beside other folders, train is a class
-        raise UserError(f"{directory} has {', '.join(parts)}, which are no classes: give one.")
+        raise UserError(f"{directory} holds {', '.join(parts)}, no classes: give one of them.")
 
     rows = [left_out("file next to the class folders", path) for path in files]
     rows += rows_of_classes(directory, classes)

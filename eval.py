@@ -1033,14 +1033,10 @@ def open_winoground(options, *_):
 
 def sugarcrepe_files(directory):
     """The JSON files of a directory with a field of SugarCrepe in their first 4,000 bytes."""
-    def has_field(file):
-        with open(file, "rb") as json_file:  # other JSON files may be large
-            return b'"negative_caption"' in json_file.read(4000)
-
-    found = []
-    if common.look_at(directory) == "directory":
-        found = map(Path, common.matching(f"{directory}/*.json"))
-    return [file for file in found if file.is_file() and has_field(file)]
+    is_directory = common.look_at(directory) == "directory"
+    files = common.matching(f"{directory}/*.json") if is_directory else []
+    # other JSON files may be large, so they are not read as a whole
+    return [Path(file) for file in files if common.file_holds(file, "negative_caption", 4000)]
 
 
 def open_sugarcrepe(options, *_):

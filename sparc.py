@@ -157,7 +157,7 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
     """The fine-grained loss L_f (Eq. 6). Embeddings t_l (B, L, E) and v_p (B, P, E), not
     normalised -> scalar. mask (B, L): True on words: words_only(the mask of the token ids).
     scale: 1 / tau, not log(1 / tau). align: see Eq. 5. Only token_mean="batch" uses gather."""
-    words = as_bools(mask, tokens.shape[:2])                  # (B, L)
+    words = as_bools(mask, tokens.shape[:2])                    # (B, L)
     tokens = tokens.masked_fill(~words[..., None], 0.0)         # weight 0 * NaN would be NaN
 
     def losses_of(t, v, words):

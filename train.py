@@ -824,7 +824,7 @@ def initial_encoders(args, method, tokenizer):
 
 def save_memory(args, model):
     """Apply --grad-checkpoint and --accum-freq to all encoders, also to those of a teacher."""
-    if args.grad_checkpoint and not isinstance(model.image_encoder, common.ViT):
+    if args.grad_checkpoint and common.Blocks not in map(type, model.image_encoder.modules()):
         raise UserError(f"--grad-checkpoint needs a ViT, not {args.image_encoder}: leave it out.")
     for module in model.modules():
         if isinstance(module, common.Blocks):

@@ -189,6 +189,16 @@ def seeds_of(method, names):
     return [seed for seed in seeds[0] if all(seed in others for others in seeds)]
 
 
+def values_of(method, name, metric, figure, seeds):
+    """Return the values of a run in a metric by seed, or None if one is missing."""
+    rate, (base, _) = rate_of(method, name, figure), trained(method, name)
+    if rate is None:
+        return None
+    place = METRIC.match(metric).groups("")
+    values = [figure(base, rate, seed, "test", *place) for seed in seeds]
+    return None if None in values else values
+
+
 def compare(method, claim, figure):
     """Compare A and B of a claim, or return None if a figure of A or B is missing.
 
@@ -196,19 +206,15 @@ def compare(method, claim, figure):
     if the claim names none or a figure is missing}, by seed.
     figure(run, rate, seed, split, metric, flags="") returns a number, or None if it is missing.
     """
-    names, metrics = claim["runs"].split(), METRIC.findall(claim["metrics"]) * 2
-    seeds, sides = claim.get("seeds") or seeds_of(method, names), {}
-    for side, name, metric in zip(("greater", "smaller"), names, metrics):
-        rate, (base, _) = rate_of(method, name, figure), trained(method, name)
-        sides[side] = [None]
-        if rate is not None:
-            sides[side] = [figure(base, rate, seed, "test", *metric) for seed in seeds]
-    idle = []
+    names, metrics = claim["runs"].split(), [x[0] for x in METRIC.finditer(claim["metrics"])] * 2
+    seeds = claim.get("seeds") or seeds_of(method, names)
+    sides = {side: values_of(method, name, metric, figure, seeds)
+             for side, name, metric in zip(("greater", "smaller"), names, metrics)}
+    is_known, idle = None not in sides.values(), None
     if "untrained" in claim:
         own = [seed for seed in seeds if seed in seeds_of(method, [claim["untrained"]])]
-        idle = [figure(claim["untrained"], 0.0, seed, "test", *metrics[0]) for seed in own]
-    sides["untrained"] = idle if idle and None not in idle else None
-    return None if None in sides["greater"] + sides["smaller"] else sides
+        idle = values_of(method, claim["untrained"], metrics[0], figure, own)
+    return sides | {"untrained": idle or None} if is_known else None
 
 
 RULE = ("A claim holds (is reversed) if the mean difference of n >= 5 seeds is above (below) 0 by "
@@ -267,20 +273,10 @@ def cells(found, why_not=None):
             " ".join(f"{x:+.3f}" for x in differences), between, holds)
 
 
-def values_of(method, name, metric, figure):
-    """Return the values of a run in a metric by seed, or None if one is missing."""
-    rate, (base, _) = rate_of(method, name, figure), trained(method, name)
-    if rate is None:
-        return None
-    place = METRIC.match(metric).groups("")
-    values = [figure(base, rate, seed, "test", *place) for seed in seeds_of(method, [name])]
-    return None if None in values else values
-
-
 def side_by_side(method, figure):
     """Return {column: {run: its values by seed, or None if a figure is missing}} of the group's
     "table"."""
-    return {heading: {name: values_of(method, name, metric, figure)
+    return {heading: {name: values_of(method, name, metric, figure, seeds_of(method, [name]))
                       for metric, names in metrics.items() for name in names.split()}
             for heading, metrics in TABLES[method]["table"]["columns"].items()}
 
@@ -291,7 +287,7 @@ def lines_of_plots(method, figure):
     for plot in TABLES[method].get("plots", ()):
         lines += [f"**{plot['title']}**", "", "```"]
         for heading, metric in plot["metrics"].items():
-            values = {label: values_of(method, name, metric, figure)
+            values = {label: values_of(method, name, metric, figure, seeds_of(method, [name]))
                       for label, name in plot["runs"].items()}
             largest = max([mean(x) for x in values.values() if x], default=1)
             lines.append(heading)

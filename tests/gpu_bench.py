@@ -363,11 +363,12 @@ def main(argv=None):
                         "has 78 GiB for torch and NCCL")
     parser.add_argument("--out", default=str(ROOT / "tests" / "gpu.json"), help="file to write")
     parser.add_argument("--toy", action="store_true", help="small presets, also on a CPU")
-    parser.add_argument("--computed", type=int, metavar="GPUS", help="print the computed memory of "
-                        "each of so many GPUs for the flags of train.py that follow, and stop")
-    args, flags = parser.parse_known_args(argv)
+    parser.add_argument("--computed", nargs=argparse.REMAINDER, help="a number of GPUs, then flags "
+                        "of train.py: print the computed memory of each GPU, and stop")
+    args = parser.parse_args(argv)
     if args.computed:
-        return print(f"{computed_gib(flags, args.computed):.1f} GiB")
+        gpus, *flags = args.computed
+        return print(f"{computed_gib(flags, int(gpus)):.1f} GiB")
     end, found = time.monotonic() + 60 * args.minutes, []
     print(f"{json.dumps(facts())}: at most {args.minutes:g} minutes, and the row that runs then")
     print("| preset, flags, data | batch | images/s | peak GiB | share of bf16 peak |\n"

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 import common
 import eval as evaluation
-import gpu_bench
 import stair
 import train
 from helpers import SMALL, batch_of, tiny_model
@@ -221,17 +220,3 @@ def test_a_dry_run_on_ranks_exchanges_nothing(ranks, monkeypatch, name):
     train.open_training_data(args, method)
     train.dry_run(args, method, train.new_model(args, method, range(30)))
     assert ranks == []
-
-
-def test_what_a_forward_pass_keeps_for_the_backward_pass():
-    """A layer keeps its input of 3 numbers in bf16, and the square keeps its two factors, which are
-    one tensor of 5 numbers. The sum keeps nothing."""
-    layer = torch.nn.Linear(3, 5)
-
-    def model(x, gather):
-        y = layer(x)
-        return (y * y).sum()
-
-    few, many = (gpu_bench.kept_bytes(model, torch.randn(n, 3)) for n in (2, 10))
-    assert (many - few) / 8 == 2 * (3 + 5)
-    assert gpu_bench.computed_gib(SMALL["bam"], 2) < gpu_bench.computed_gib(SMALL["bam"], 1) < 1

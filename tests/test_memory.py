@@ -1,6 +1,6 @@
 """--accum-freq K: encoding the batch in K parts gives the gradients of the full batch.
 
-Two more tests measure the rounding of TF32 and of bf16.
+Three more tests measure the rounding of TF32 and of bf16, and what a forward pass keeps.
 """
 
 import contextlib
@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import common
+import gpu_bench
 import helpers
 import train
-from helpers import LiveMemory, assert_one_process, on_ranks, tiny_model
+from helpers import SMALL, LiveMemory, assert_one_process, on_ranks, tiny_model
 
 OBJECTIVES = {  # {name: (model in helpers.MODELS, settings of its Config)}
     **{name: ("sparc", dict(objective=name, filip_keep=0.5, mgca_prototypes=7))
@@ -204,3 +205,17 @@ def test_gradients_of_bf16_parts_are_summed_in_fp32():
     exact = gradient(1, False)
     once, parts = [(gradient(K, True) - exact).norm() for K in (1, 128)]
     assert parts < 1.3 * once
+
+
+def test_what_a_forward_pass_keeps_for_the_backward_pass():
+    """A layer keeps its input of 3 numbers in bf16, and the square keeps its two factors, which are
+    one tensor of 5 numbers. The sum keeps nothing."""
+    layer = torch.nn.Linear(3, 5)
+
+    def model(x, gather):
+        y = layer(x)
+        return (y * y).sum()
+
+    few, many = (gpu_bench.kept_bytes(model, torch.randn(n, 3)) for n in (2, 10))
+    assert (many - few) / 8 == 2 * (3 + 5)
+    assert gpu_bench.computed_gib(SMALL["bam"], 2) < gpu_bench.computed_gib(SMALL["bam"], 1) < 1
