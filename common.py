@@ -328,13 +328,8 @@ class BatchNorm(nn.BatchNorm2d):
                                        self.running_var, self.eps, self.momentum,
                                        dist.group.WORLD, dist.get_world_size())
 
-        def statistics(x):
-            precise = x.to(torch.promote_types(x.dtype, torch.float32))  # float64 stays float64
-            return torch.var_mean(precise, (0, 2, 3), correction=0)      # (C,), (C,)
-
-        # The backward pass computes the statistics again. Otherwise autograd would keep a second
-        # copy of x, in fp32.
-        var, own = checkpoint(statistics, x, use_reentrant=False, preserve_rng_state=False)
+        precise = x.to(torch.promote_types(x.dtype, torch.float32))          # float64 stays float64
+        var, own = torch.var_mean(precise, (0, 2, 3), correction=0)          # (C,), (C,)
         mean = SumOverRanks.apply(own) / dist.get_world_size()               # (C,)
         # The total variance is the mean variance within ranks plus the variance between ranks.
         variance = var + (own - mean).square()
@@ -476,10 +471,11 @@ class TextTransformer(Encoder):
 
     `mask` is True on real tokens. In a bidirectional encoder, no token attends to padding. A causal
     encoder needs no mask, because padding comes last, and no real token attends to later tokens.
-    The outputs at padding have no meaning.
+    The outputs at padding have no meaning. vocab_size: the number of token ids. build_encoders
+    replaces a number below the length of the tokenizer by this length.
     """
 
-    def __init__(self, vocab_size=30522, context=77, width=512, depth=12, heads=8, causal=False,
+    def __init__(self, vocab_size=0, context=77, width=512, depth=12, heads=8, causal=False,
                  quick_gelu=False):
         super().__init__()
         self.vocab_size, self.context, self.width = vocab_size, context, width
@@ -690,12 +686,6 @@ class ModelDefaults:
     warn = lambda self, record: None
 
 
-def asked_words(spec):
-    """The vocab_size of the spec of --text-encoder, or of its preset, or 0 if neither has one."""
-    name, settings = parse_spec(spec)
-    return int((TEXT_PRESETS[name] | settings).get("vocab_size", 0))
-
-
 def build_encoders(method, args, tokenizer):
     """The settings of a run -> new (image encoder, text encoder). The text encoder is None if the
     method has none.
@@ -720,7 +710,7 @@ def build_encoders(method, args, tokenizer):
     if not method.uses_text(args):
         return image_encoder, None
     _, text = encoder_settings(args.text_encoder, TEXT_ENCODERS)
-    text["vocab_size"] = max(len(tokenizer), asked_words(args.text_encoder))
+    text["vocab_size"] = max(len(tokenizer), text["vocab_size"])
     text["depth"] -= left_out
     text_encoder = TextTransformer(**text)
     text_encoder.left_out = left_out
@@ -1908,9 +1898,8 @@ def look_at_shards(paths, on_ranks):
     the shard cannot be read. The size alone does not identify a shard, because sizes are rounded to
     10,240 bytes. The first header has the name, the size and the time of the first file.
 
-    on_ranks: whether all ranks call this function. If their paths are equal, the ranks of a machine
-    divide the shards, and exchange what they find. This saves time: a look at a network disk takes
-    milliseconds, and large data have 40,000 shards.
+    on_ranks: whether all ranks call this function. Then one rank of each machine looks, and tells
+    the others: a look at a network disk takes milliseconds, and large data have 40,000 shards.
     """
     def look(path):
         try:
@@ -1919,15 +1908,10 @@ def look_at_shards(paths, on_ranks):
         except OSError as error:
             return error.strerror
 
-    shared = on_ranks and len({*gather_objects(zlib.crc32(repr(paths).encode()))}) == 1
-    rank, ranks = local_rank() if shared else (0, 1)
-    with ThreadPool(16) as pool:
-        looks = pool.map(look, paths[rank::ranks])
-    if shared:
-        first = this_rank()[0] - rank  # the first rank of this machine
-        rows = itertools.zip_longest(*gather_objects(looks)[first : first + ranks])
-        looks = [look for row in rows for look in row][: len(paths)]
-    return looks
+    number, _ = local_rank() if on_ranks else (0, 1)
+    with ThreadPool(64) as pool:
+        looks = pool.map(look, paths if number == 0 else ())
+    return gather_objects(looks)[this_rank()[0] - number] if on_ranks else looks
 
 
 KEY = re.compile(r"(.*/)?[^/.]*")  # the path of a file up to the first dot in its name
@@ -2819,8 +2803,6 @@ def add_flags(parser, config_class, groups, title):
             options = {"choices": get_args(kind)}
         elif field.name == "resume":  # alone, or --resume auto
             options = {"nargs": "?", "const": True, "choices": ["auto"]}
-        elif field.name == "dry_run":  # alone, or --dry-run RANKS
-            options = {"nargs": "?", "const": 1, "type": int, "metavar": "RANKS"}
         elif kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
         elif get_origin(kind) is list:  # list[str]

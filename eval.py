@@ -231,15 +231,8 @@ def sgd_probe(crops, held, held_labels, classes, epochs, device="cpu", rates=RAT
     SparseRows. classes: the number of classes.
     """
     heads = [torch.nn.Linear(held.shape[1], classes).to(device) for _ in rates]
-
-    def epochs_of_crops():
-        for epoch in progress(range(epochs), "epochs of the linear probe"):
-            # crops() prints how many files cannot be read; one message is enough
-            with contextlib.redirect_stdout(None if epoch else sys.stdout):
-                features = crops()
-            yield features
-
-    bam.train_heads(heads, rates, epochs_of_crops(), epochs)
+    features = (crops() for _ in progress(range(epochs), "epochs of the linear probe"))
+    bam.train_heads(heads, rates, features, epochs)
     scores = [(predict(head, held) == held_labels).sum().item() for head in heads]
     best = middle_best(scores)
     return heads[best], rates[best]
@@ -2271,11 +2264,6 @@ def draw_heads(embedder, data):
     return lit_sheet(title, BRIGHTNESS, rows)
 
 
-def spelled(tokenizer, ids):
-    """Ids of tokens -> one text with the tokens."""
-    return " ".join(tokenizer.vocab[i] for i in ids)
-
-
 def as_read(tokenizer, tokens, mask, captions):
     """Tokens and mask (n, L) of n captions -> pairs of texts: the tokens that the model reads, and
     the tokens that are cut off."""
@@ -2283,14 +2271,8 @@ def as_read(tokenizer, tokens, mask, captions):
     for ids, kept, caption in zip(tokens.cpu(), mask.cpu(), captions):
         read = ids[kept].tolist()
         cut = tokenizer.encode(caption)[len(read) - 1 : -1]  # the tokens that are not read
-        pairs.append((spelled(tokenizer, read), spelled(tokenizer, cut)))
+        pairs.append([" ".join(tokenizer.vocab[i] for i in part) for part in (read, cut)])
     return pairs
-
-
-def draw_boxes(picture, boxes):
-    """Draw boxes (n, 4) into a square picture. Boxes are fractions of the sides."""
-    for box in boxes.tolist():
-        ImageDraw.Draw(picture).rectangle([side * picture.width for side in box], outline="red")
 
 
 def sheet_of_samples(pictures, texts, note):
@@ -2602,8 +2584,8 @@ def answer(embedder, x, index, query, y):
 
 
 def export(run, checkpoint, file):
-    """Write the image encoder of a run to a new file, with the names of timm, and print how timm
-    builds the model. If there is a teacher, the encoder is that of the teacher.
+    """Write the image encoder of a run to a new file, with the names of timm. If there is a
+    teacher, the encoder is that of the teacher.
 
     Such a file is the start of DINO's evaluation of videos, of UPerNet, of Mask R-CNN and of DeiT's
     fine-tuning (BAM, Tables 3, 6, 7). Raises UserError if the file exists, or if the encoder is no
@@ -2611,16 +2593,10 @@ def export(run, checkpoint, file):
     """
     if not file or os.path.lexists(file) or file.endswith(".safetensors"):
         raise UserError(f"--export {file!r} must be a new file: give a name that ends in .pt.")
-    encoder = load_run(run, checkpoint=checkpoint)[0].model.evaluation_encoder()
-    weights = common.timm_weights(encoder)
+    embedder, args = load_run(run, checkpoint=checkpoint)
+    weights = common.timm_weights(embedder.model.evaluation_encoder())
     common.write_file(Path(file), weights)
-    block = encoder.blocks[0]
-    settings = {"img_size": encoder.image_size, "patch_size": encoder.patch_size,
-                "embed_dim": encoder.width, "depth": len(encoder.blocks),
-                "num_heads": block.attn.heads, "class_token": encoder.cls is not None,
-                "pre_norm": not isinstance(encoder.norm_pre, torch.nn.Identity)}
-    print(f"{file}: weights for timm.models.VisionTransformer(**{settings}, global_pool='', "
-          f"num_classes=0) with {block.mlp.act} and LayerNorm's eps {encoder.norm.eps:g}")
+    print(f"{file}: {args.image_encoder}, {args.image_size} pixels, with the names of timm")
 
 
 # Command line ---------------------------------------------------------------------------

@@ -272,8 +272,8 @@ def in_fp32(function, *args, **kwargs):
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
     args = [x.to(dtype) if is_cast(x) else x for x in args]
     kwargs = {name: x.to(dtype) if is_cast(x) else x for name, x in kwargs.items()}
-    device = tensors[0].device.type.replace("meta", "cpu")  # autocast does not know "meta"
-    with torch.autocast(device, enabled=False):
+    # autocast does not know "meta"
+    with torch.autocast(tensors[0].device.type.replace("meta", "cpu"), enabled=False):
         return function(*args, **kwargs)
 
 
@@ -454,7 +454,6 @@ class Baseline(FullModel):
             codebook = nn.Parameter(torch.randn(config.codes, E))
             readouts = [FDT(d, codebook) for d in widths]
             del readouts[1].codebook  # one name for the codes; text_slots gives them
-            readouts[1].register_load_state_dict_pre_hook(read_older_name)
             return readouts
         return [CrossAttention(d, config.L, config.V, config.D, config.heads, config.slot_norm,
                                config.slot_projection) for d in widths]
@@ -471,11 +470,6 @@ class Baseline(FullModel):
             places["visual.proj"] = self.image_readout.proj.weight
             places["text_projection"] = self.text_readout.proj.weight
         return places
-
-
-def read_older_name(readout, state, prefix, *_):
-    """Older checkpoints have FDT's codes under the names of both read-outs."""
-    state.pop(prefix + "codebook", None)
 
 
 class Pool(nn.Module):
@@ -814,11 +808,8 @@ def right_by_kind(right, kinds):
     """right (n,): whether a pair is right; kinds: the kinds of the n pairs -> {kind: the fraction
     of its pairs that are right}. SugarCrepe's accuracy is the mean of these fractions (App. B.4).
     """
-    result = {}
-    for kind in sorted(set(kinds)):
-        rows = torch.tensor([k == kind for k in kinds])
-        result[kind] = right[rows].float().mean().item()
-    return result
+    rows = {kind: torch.tensor([k == kind for k in kinds]) for kind in sorted(set(kinds))}
+    return {kind: right[of_kind].float().mean().item() for kind, of_kind in rows.items()}
 
 
 # m = sigmoid(s theta / 4),  s = max(100, exp(alpha)),  theta in R^M'            (App. C.1)
@@ -893,19 +884,14 @@ def change_of_means(rows):
     """Metrics of `masks` on several data sets, [{metric: float}] -> for each metric the relative
     change of its mean over the data sets (SPARO, Table 5: VTAB Avg)."""
     result = {}
-
-    def mean_of(metric):
-        known = [row[metric] for row in rows if row.get(metric) is not None]
-        return sum(known) / len(known) if known else math.nan
-
     for metric in dict.fromkeys(name for row in rows for name in row):
-        match = re.fullmatch(r"masks/(slots|dimensions)/(.+)/relative_change", metric)
-        if match:
+        if match := re.fullmatch(r"masks/(slots|dimensions)/(.+)/relative_change", metric):
             name, key = match.groups()
-            pairs = mean_of(f"masks/{name}/pairs_before"), mean_of(f"masks/{name}/pairs")
-            change = relative_change(mean_of(f"masks/{key}_before"),
-                                     mean_of(f"masks/{name}/{key}"), *pairs)
-            result[metric.replace("relative_change", "relative_change_of_means")] = change
+            names = (f"masks/{key}_before", f"masks/{name}/{key}", f"masks/{name}/pairs_before",
+                     f"masks/{name}/pairs")
+            known = [[row[x] for x in names] for row in rows if metric in row]
+            means = [sum(values) / len(known) for values in zip(*known)]
+            result[f"{metric}_of_means"] = relative_change(*means)
     return result
 
 
@@ -914,37 +900,22 @@ def change_of_means(rows):
 
 if __name__ == "__main__":
     print("A picture has 10 tokens: its colour, its shape and 8 of noise. Its caption has a word\n"
-          "for each of the two. Heads read both (Eq. 1). They learn only which caption belongs to\n"
-          "which picture, by the mean similarity of their slots (Eq. 2).\n\n"
-          "               attention to      finds a caption with the same\n"
-          "               colour   shape    colour   shape (chance 12 %)")
+          "for each of the two. Slots read both (Eq. 1). They learn only which caption belongs to\n"
+          "which picture (Eq. 2). Where four slots attend (an equal share is 10 %):")
+    torch.manual_seed(0)
     pairs = torch.cartesian_prod(torch.arange(8), torch.arange(8))     # a colour and a shape each
-
-    def outputs(ids):
-        """(B, 2) -> what the encoders of images and captions return: (B, 10, d), (B, 2, d)."""
-        x = 0.5 * torch.randn(len(ids), 10, 32)
+    looks, words = torch.randn(2, 2, 8, 32)
+    of_image, of_text = readouts = nn.ModuleList(Sparo(32, 4, 8, D=32) for _ in range(2))
+    optimizer = torch.optim.Adam(readouts.parameters(), lr=1e-2)
+    for step in range(150):
+        ids = pairs[torch.randperm(64)[:32]]                           # (B, 2)
+        x = 0.5 * torch.randn(32, 10, 32)                              # (B, n, d)
         x[:, :2] += looks[torch.arange(2), ids]
-        return x, words[torch.arange(2), ids]
-
-    for name, L, V in ("one wide head", 1, 32), ("slot {} of 4", 4, 8):
-        torch.manual_seed(0)
-        looks, words = torch.randn(2, 2, 8, 32)
-        of_image, of_text = readouts = nn.ModuleList(Sparo(32, L, V, D=32) for _ in range(2))
-        optimizer = torch.optim.Adam(readouts.parameters(), lr=1e-2)
-        for step in range(150):
-            x, h = outputs(pairs[torch.randperm(64)[:32]])
-            loss = clip_loss(of_image(x), of_text(h), 10.0)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        x, h = outputs(pairs)
-        y_i, attn = of_image(x, return_attn=True)                      # (64, L, V), (64, L, 10)
-        y_t = of_text(h)
-        for l in range(L):
-            nearest = cosines(y_i[:, l], y_t[:, l]).argmax(1)
-            found = (pairs[nearest] == pairs).float().mean(0)
-            colour, shape = attn[:, l, :2].mean(0)
-            print(f"{name.format(l + 1):15}{colour:6.0%}{shape:8.0%}", end="")
-            print(f"{found[0]:10.0%}{found[1]:8.0%}")
-    print("\nNothing tells a slot what to look for, and yet each slot comes to prefer the\n"
-          "colour or the shape (an equal share is 10 %). One wide head has both in one vector.")
+        y_i, attn = of_image(x, return_attn=True)                      # (B, L, V), (B, L, n)
+        loss = clip_loss(y_i, of_text(words[torch.arange(2), ids]), 10.0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for l, (colour, shape) in enumerate(attn[:, :, :2].mean(0).tolist()):
+        print(f"  slot {l + 1}: {colour:4.0%} at the colour, {shape:4.0%} at the shape")
+    print("Nothing tells a slot what to look for, and yet each comes to prefer one of the two.")

@@ -164,8 +164,8 @@ class Config:
     steps: int = 1000
     # number of passes over a FILE or class folders, > 0. --epochs replaces --steps
     epochs: int | None = None
-    # number of images in an update, > 0. Each image comes with a caption if the method reads
-    # captions. The ranks share these images
+    # number of images in an update, > 1, because losses compare images. Each image comes with a
+    # caption if the method reads captions. The ranks share these images
     batch: int = 128
     lr: float = 5e-4  # highest learning rate, after the warm-up. --batch does not scale it
     warmup: int = 100  # number of steps of linear warm-up. Each stage of STAIR has its own warm-up
@@ -182,8 +182,8 @@ class Config:
 
     log_every: int = 10  # number of steps between two lines of log.jsonl, > 0
     save_every: int = 1000  # number of steps between two saves of last.pt, > 0
-    # number of steps between two checkpoints step-S.pt, which are never deleted. With 0 there are
-    # no such checkpoints
+    # number of steps between two checkpoints step-S.pt, which are never deleted. A checkpoint has
+    # about 12 bytes for each parameter. With 0 there are no such checkpoints
     keep_every: int = 0
     # number of steps between two evaluations during the training. Each evaluation uses at most
     # 1,000 images and writes its metrics to log.jsonl. BAM and DINO are evaluated by k-NN alone.
@@ -204,11 +204,11 @@ class Config:
     # number of parts into which a rank splits its batch, > 0, to save memory. The encoders process
     # the parts one after the other. The loss still compares the whole batch
     accum_freq: int = 1
-    # print what the run costs, and do not train. --dry-run 8 shares the batch among 8 GPUs.
-    # flops_per_sample: FLOPs of the forward pass. h100_hours: hours of one H100 at 200 TFLOPs a
-    # second, fewer if the method has a teacher. chance_loss: loss of a random guess. With --out DIR
-    # the command also draws first-batch.png
-    dry_run: int = 0
+    # print what the run costs, and do not train. flops_per_sample: FLOPs of the forward pass.
+    # h100_hours: hours of one H100 at 200 TFLOPs a second, fewer if the method has a teacher. Up to
+    # 8 % more, and with filip 170 %, for the loss of the whole batch. chance_loss: loss of a random
+    # guess. With --out DIR the command also draws first-batch.png
+    dry_run: bool = False
     # number of steps to time. The command prints the images per second and then stops
     bench: int = 0
 
@@ -487,8 +487,6 @@ def check_settings(args, method, usual, given):
     common.check_numbers(vars(args), comments)
     if "steps" in given and "epochs" not in given:
         args.epochs = None  # --steps replaces the --epochs of the resumed run
-    if method.uses_text(args) and args.batch < 2:
-        raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares captions.")
     if args.finetune and (args.init_weights or args.method not in FINE_TUNED):
         raise UserError("--finetune needs --method classifier or detector, and no --init-weights.")
     if args.bench and args.resume:
@@ -596,23 +594,6 @@ def announce(args, data, model, tokenizer, device, progress):
         print(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
     if tokenizer:
         check_vocabulary(args, data, tokenizer)
-    if args.keep_every:
-        n = args.steps // args.keep_every - progress.step // args.keep_every
-        size, free = checkpoint_size(args, model), shutil.disk_usage(args.out).free
-        print(f"--keep-every {args.keep_every}: {n} more checkpoints need about "
-              f"{n * size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free")
-    is_unlabelled = isinstance(data, common.TarShards) and model.class_scores is None
-    is_file = not isinstance(data, common.World)
-    if not args.eval_data and (is_unlabelled or is_file and by_knn(model)):
-        print("note: the run is evaluated only with --eval-data")
-
-
-def checkpoint_size(args, model):
-    """The size of a checkpoint in bytes: the tensors of the model, and the optimizer's moments of
-    the trained parameters."""
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    moments = 2 if args.optimizer in ("adamw", "lamb") else 1
-    return sum(x.nbytes for x in model.state_dict().values()) + moments * trained
 
 
 def check_vocabulary(args, data, tokenizer):
@@ -744,11 +725,6 @@ def choose_labels(args, data):
         raise UserError(f"--label-fraction needs class folders, {args.data} is something else.")
     paths = [data.path(i) for i in range(len(data))]
     return data.only(common.label_rows(paths, data.labels, args.label_fraction))
-
-
-def by_knn(model):
-    """Whether a model is evaluated by k-NN, because it has neither a text encoder nor classes."""
-    return model.encode_text is None and model.class_scores is None
 
 
 def open_evaluation(args, model):
@@ -903,9 +879,8 @@ def check_first_batch(args, batch):
 
 
 # The run waits 1,800 seconds for a batch. Every 10 seconds the run looks whether workers are alive.
-PATIENCE, LOOK = 1800, 10
-# After 60 seconds the run prints what it waits for. Later it prints this again every 300 seconds.
-FIRST_NOTE, NEXT_NOTE = 60, 300
+# It prints a note every 300 seconds.
+PATIENCE, LOOK, NOTE = 1800, 10, 300
 
 
 def read_in_workers(dataset, workers, ahead=2):
@@ -932,33 +907,15 @@ def read_in_workers(dataset, workers, ahead=2):
             waited += LOOK
             if waited >= PATIENCE or not str(error).startswith("DataLoader timed out"):
                 raise
-            if waited >= FIRST_NOTE and (waited - FIRST_NOTE) % NEXT_NOTE < LOOK:
-                turn = received % workers  # the workers send their batches in turn
+            if waited % NOTE == 0:
+                pid = batches._workers[received % workers].pid  # workers send in turn
                 print(f"note: rank {this_rank()[0]} has had no batch for {waited:.0f} s. It waits "
-                      f"for {awaited(turn, batches._workers[turn].pid)}", file=sys.stderr)
+                      f"for worker {pid}. `ls -l /proc/{pid}/fd` lists the files that the worker "
+                      "reads. If `df /dev/shm` shows no free memory, lower --workers or --batch, "
+                      "or raise the container's --shm-size.", file=sys.stderr)
             continue
         waited, received = 0, received + 1
         yield batch
-
-
-def awaited(worker, pid):
-    """A phrase about the worker that a rank waits for: the worker's process, the files that the
-    worker has open, and how much shared memory is free."""
-    words = f"worker {worker} (process {pid})"
-    with contextlib.suppress(OSError):  # raised if the worker has ended, or without /proc
-        files = [path for path in open_files(pid) - open_files("self")
-                 if path.startswith("/") and not path.startswith("/dev/")]
-        memory = shutil.disk_usage("/dev/shm")
-        words += (f", which has {', '.join(sorted(files)) or 'no file'} open; /dev/shm has "
-                  f"{memory.free / 1e6:,.0f} of {memory.total / 1e6:,.0f} MB free: if that is too "
-                  "little, lower --workers or --batch, or raise the container's --shm-size")
-    return words
-
-
-def open_files(pid):
-    """The paths of the files that a process has open. The paths come from /proc, because the disk
-    of the files may not answer."""
-    return {os.readlink(link) for link in os.scandir(f"/proc/{pid}/fd")}
 
 
 def ignore_signals(worker):
@@ -1357,7 +1314,8 @@ def warning(args, data, model, scaler, record):
 
 def show_first_batch(args, tokenizer, batch):
     """Draw eight samples of the first batch of rank 0 into first-batch.png, as the model reads
-    them. The views of an image stand side by side. Print facts about the whole batch."""
+    them, but without boxes. The views of an image stand side by side. Print facts about the whole
+    batch."""
     if this_rank()[0] > 0:
         return
     views = [view[:8].cpu() for view in batch.get("views") or [batch["images"]]]
@@ -1370,13 +1328,6 @@ def show_first_batch(args, tokenizer, batch):
         facts += describe_captions(tokenizer, *inputs, texts)
     elif "labels" in batch:
         texts = [(text, "") for text in label_texts(batch["labels"][:8].cpu(), args.classes)]
-    elif "boxes" in batch:
-        queries = zip(batch["tokens"], batch["mask"])
-        names = [evaluation.spelled(tokenizer, ids[kept][1:-1]) for ids, kept in queries]
-        texts = []
-        for picture, boxes, classes in zip(pictures, batch["boxes"], batch["classes"]):
-            evaluation.draw_boxes(picture, boxes[classes.any(1)])  # other rows are padding
-            texts.append((", ".join(names[q] for q in classes.nonzero()[:, 1]), ""))
     if left_out := common.skipped_by(batch["position"]):
         facts += f"; left out so far: {common.describe_skipped(left_out)}"
     path = Path(args.out, "first-batch.png")
@@ -1407,7 +1358,8 @@ def evaluate_unnoticed(args, embedder, eval_data, step):
     """The metrics of --eval-every. The main metrics are printed. A model with neither captions nor
     classes is evaluated by k-NN alone, because a linear probe takes long. The random numbers of the
     training do not change."""
-    options = evaluation.options_of({"task": "knn"} if by_knn(embedder.model) else {}, args)
+    is_alone = embedder.model.encode_text is None and embedder.model.class_scores is None
+    options = evaluation.options_of({"task": "knn"} if is_alone else {}, args)
     devices = [embedder.device] if embedder.device.type == "cuda" else []
     embedder.model.eval()
     with torch.random.fork_rng(devices):
@@ -1457,42 +1409,20 @@ def finish(args, embedder, eval_data, progress):
 
 @torch.no_grad()
 def dry_run(args, method, model):
-    """Print what the settings cost, as lines and as JSON. A multiply-add is 2 FLOPs."""
+    """Print what the settings cost, as JSON. A multiply-add is 2 FLOPs."""
     model.eval()  # in training mode BatchNorm would gather CPU tensors of several GPUs
-    with contextlib.ExitStack() as stack:
-        if not dist.is_initialized():  # BatchNorm and losses ask for the ranks
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            stack.callback(dist.destroy_process_group)
-        of_one, in_batch = forward_flops(args, method, model)
-    mask = made_up_batch(args, method, model, 2).get("mask")
-    chance_loss = model.chance_loss(args.batch, mask, model.image_encoder.grid**2)
+    batch = made_up_batch(args, method, model, 2)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(batch, lambda x: x)  # `gather` of a rank alone
+    flops = counter.get_total_flops() / 2
+    chance_loss = model.chance_loss(args.batch, batch.get("mask"), model.image_encoder.grid**2)
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
     # a backward pass costs two forward passes; a teacher has none
-    hours = args.batch * args.steps * 3 * in_batch / H100 / 3600
+    hours = args.batch * args.steps * 3 * flops / H100 / 3600
     record = {"params": sum(p.numel() for p in model.parameters()), **words,
-              "flops_per_sample": int(of_one), "flops_per_sample_in_batch": round(in_batch),
-              "h100_hours": round(hours, 2), "chance_loss": chance_loss}
-    for name, value in record.items():
-        print(f"{name:27}{value:,.12g}")
+              "flops_per_sample": int(flops), "h100_hours": round(hours, 2),
+              "chance_loss": chance_loss}
     print(json.dumps(common.without_nan(record)))
-
-
-def forward_flops(args, method, model):
-    """The FLOPs of the forward pass of a sample alone, and in a whole batch."""
-    flops = {}
-    for n, ranks in ((2, 1), (4, 1), (2, 2)):  # n samples on each rank
-        batch = made_up_batch(args, method, model, n)
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            model(batch, lambda x: torch.cat([x] * ranks))
-        flops[n, ranks] = counter.get_total_flops() / n
-    # A loss compares a sample with each sample of the batch, and each comparison adds the FLOPs
-    # `of_all`. FILIP's choice of tokens adds the FLOPs `of_rank` for each sample of the rank. The
-    # images of a detector share their queries, so that a larger batch adds nothing.
-    of_one = flops[2, 1]
-    of_all = (flops[2, 2] - of_one) / 2
-    of_rank = (flops[4, 1] - of_one) / 2 - of_all
-    in_batch = of_one + of_all * (args.batch - 2)
-    return of_one, in_batch + max(0, of_rank) * (args.batch / args.dry_run - 2)
 
 
 def bench(args, clock, step):

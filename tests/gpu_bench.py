@@ -13,7 +13,8 @@ the encoders and the loss without recomputation, by torch's counter, over NVIDIA
 products).
 
 `--toy` runs small presets, also on a CPU: a test of this command. `--computed 8 --method sparc
---preset b16` computes, on a CPU, the memory of each of 8 GPUs.
+--preset b16` computes, on a CPU, the memory of each of 8 GPUs, and the FLOPs of the forward pass
+of a sample in the whole batch (SPARC, Table 11).
 """
 
 import argparse
@@ -34,6 +35,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).parents[1]
@@ -314,20 +316,45 @@ def kept_bytes(model, batch):
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def computed_gib(flags, gpus):
-    """The GiB of each GPU in bf16 for these flags of train.py: weights, the optimizer's moments,
-    gradients, and the tensors that the forward pass keeps for the samples of a GPU. Without the
-    block that --grad-checkpoint recomputes, the figure is up to a quarter too low."""
+def untrained(flags):
+    """Flags of train.py -> settings, the method, and its model on a CPU, in evaluation mode."""
     args = train.parse_args([*flags, "--dry-run"])
     method = train.METHODS[args.method]
     data = train.open_training_data(args, method)
     tokenizer = train.build_tokenizer(args, data) if method.uses_text(args) else None
-    model = train.new_model(args, method, tokenizer).eval()
+    return args, method, train.new_model(args, method, tokenizer).eval()
+
+
+def computed_gib(args, method, model, gpus):
+    """The GiB of each GPU in bf16: weights, the optimizer's moments, gradients, and the tensors
+    that the forward pass keeps for the samples of a GPU. Without the block that --grad-checkpoint
+    recomputes, the figure is up to a quarter too low."""
     batches = [train.made_up_batch(args, method, model, n) for n in (2, 4)]
     few, many = (kept_bytes(model, batch) for batch in batches)
-    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    kept = (many - few) / 2 * (args.batch // gpus)
-    return (train.checkpoint_size(args, model) + gradients + kept) / 2**30
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    copies = 3 if args.optimizer in ("adamw", "lamb") else 2  # moments and gradients
+    state = sum(x.nbytes for x in model.state_dict().values()) + copies * trained
+    return (state + (many - few) / 2 * (args.batch // gpus)) / 2**30
+
+
+@torch.no_grad()
+def computed_flops(args, method, model, gpus):
+    """The FLOPs of the forward pass of a sample in the whole batch. A multiply-add is 2 FLOPs."""
+    flops = {}
+    for n, ranks in ((2, 1), (4, 1), (2, 2)):  # n samples on each rank
+        batch = train.made_up_batch(args, method, model, n)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            with pytest.MonkeyPatch.context() as patch:  # losses ask for the number of the rank
+                patch.setattr(torch.distributed, "get_rank", lambda: 0)
+                model(batch, lambda x: torch.cat([x] * ranks))
+        flops[n, ranks] = counter.get_total_flops() / n
+    # A loss compares a sample with each sample of the batch, and each comparison adds the FLOPs
+    # `of_all`. FILIP's choice of tokens adds the FLOPs `of_rank` for each sample of the rank. The
+    # images of a detector share their queries, so that a larger batch adds nothing.
+    of_one = flops[2, 1]
+    of_all = (flops[2, 2] - of_one) / 2
+    of_rank = max(0, (flops[4, 1] - of_one) / 2 - of_all)
+    return of_one + of_all * (args.batch - 2) + of_rank * (args.batch / gpus - 2)
 
 
 def facts():
@@ -364,11 +391,12 @@ def main(argv=None):
     parser.add_argument("--out", default=str(ROOT / "tests" / "gpu.json"), help="file to write")
     parser.add_argument("--toy", action="store_true", help="small presets, also on a CPU")
     parser.add_argument("--computed", nargs=argparse.REMAINDER, help="a number of GPUs, then flags "
-                        "of train.py: print the computed memory of each GPU, and stop")
+                        "of train.py: print the computed memory and FLOPs, and stop")
     args = parser.parse_args(argv)
     if args.computed:
-        gpus, *flags = args.computed
-        return print(f"{computed_gib(flags, int(gpus)):.1f} GiB")
+        gpus, (*parts,) = int(args.computed[0]), untrained(args.computed[1:])
+        return print(f"{computed_gib(*parts, gpus):.1f} GiB, "
+                     f"{computed_flops(*parts, gpus) / 1e9:,.4g} GFLOPs of a sample")
     end, found = time.monotonic() + 60 * args.minutes, []
     print(f"{json.dumps(facts())}: at most {args.minutes:g} minutes, and the row that runs then")
     print("| preset, flags, data | batch | images/s | peak GiB | share of bf16 peak |\n"

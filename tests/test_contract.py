@@ -414,19 +414,3 @@ def test_a_tensor_has_one_name_and_stays_one_tensor_on_another_device():
         assert len([*model.parameters()]) == len([*model.named_parameters(remove_duplicate=False)])
 
 
-@pytest.mark.parametrize("name, settings, changes", [
-    ("stair", {}, {"image_head.embedding.weight": "text_encoder.embedding.weight",
-                   "text_head.embedding.weight": "text_encoder.embedding.weight",
-                   "image_head.valid": None, "text_head.valid": None}),
-    ("sparo", dict(readout="fdt", codes=20, embed_dim=8),
-     {"text_readout.codebook": "image_readout.codebook"})])
-def test_checkpoints_with_the_names_of_earlier_revisions_load(name, settings, changes):
-    """e stood under the names of both heads, `valid` nowhere; FDT's codes under two names."""
-    old, model = tiny_model(name, **settings).eval(), tiny_model(name, **settings).eval()
-    state, batch = old.state_dict(), batch_of("sparc")
-    for key, other in changes.items():
-        state[key] = state.get(other)
-    state = {f"0.{key}": x for key, x in state.items() if x is not None}
-    nn.ModuleList([model]).load_state_dict(state)
-    texts = [m.encode_text(batch["tokens"], batch["mask"]) for m in (model, old)]
-    assert torch.equal(*texts)

@@ -427,24 +427,19 @@ def test_shards_are_identified_by_their_names_sizes_and_first_headers(tmp_path):
 
 
 def test_a_rank_knows_the_shards_of_its_own_machine(tmp_path, monkeypatch):
-    """Rank 3 is on the second of two machines, which have two ranks and three. It looks at all
-    shards itself if another rank has other paths."""
-    pattern, gone = write_shards(tmp_path, [1, 2, 3, 4]), "No such file"
+    """Rank 2 is the first one of the second of two machines, which have two ranks and three. It
+    looks at the shards, and tells ranks 3 and 4."""
+    pattern = write_shards(tmp_path, [1, 2, 3, 4])
     alone = TarShards(pattern)
-    a, b, c, d = looks = common.look_at_shards(alone.paths, False)
-    monkeypatch.setattr(common, "this_rank", lambda: (3, 5))
-    monkeypatch.setattr(common, "local_rank", lambda: (1, 3))
-
-    def ranks(*looks, hashes=()):
-        """Each rank gives a hash of its paths, then what it has seen."""
-        monkeypatch.setattr(common, "gather_objects", lambda own: [
-            own, *hashes] if isinstance(own, int) else [*looks[:3], own, *looks[3:]])
-
-    for others, hashes in (([[a, d], [c]], ()), ([[gone, gone], [gone]], [7])):
-        ranks([gone, gone], [gone, gone], *others, hashes=hashes)
-        assert common.look_at_shards(alone.paths, True) == looks
+    looks, seen = common.look_at_shards(alone.paths, False), 4 * ["No such file"]
+    for rank in (2, 3, 4):
+        own = looks if rank == 2 else []
+        monkeypatch.setattr(common, "this_rank", lambda: (rank, 5))
+        monkeypatch.setattr(common, "local_rank", lambda: (rank - 2, 3))
+        monkeypatch.setattr(common, "gather_objects", lambda mine: (
+            [seen, [], looks, [], []] if mine == own else None))
         assert TarShards(pattern, True).fingerprint == alone.fingerprint
-    ranks([a, c], [b, d], [a, d], [gone])
+    looks = [*looks[:2], "No such file", looks[3]]
     with pytest.raises(UserError, match=r"1 of the 4 .* first .*/002.tar \(No such file\): name"):
         TarShards(pattern, True)
 

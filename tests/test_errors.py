@@ -69,7 +69,7 @@ ERRORS = [
     ("train", "--method is required, one of sparo"),
     ("sparc --preset b33", "has no preset 'b33'; it has tiny, tiny-stem, b32, b16, l14"),
     *((command, f"{command.partition(' ')[2]} must be {rest}") for command, rest in {
-        "sparc --batch 0": "> 0", "sparc --batch 1": "2 or more: the loss compares captions",
+        "sparc --batch 0": "> 1", "sparc --batch 1": "> 1", "bam --batch 1": "> 1",
         **dict.fromkeys(["sparc --seed -1", "sparc --lambda-f -1.0", "sparc --lr inf",
                          "stair --lr-3 nan"], "finite and not negative"),
         "sparc --embed-dim 0": "> 0", "stair --crop-scale 0.0": "> 0",
@@ -88,7 +88,6 @@ ERRORS = [
       for name in ("dino", "bam")),
     ("dino --readout fdt", "--objective dino needs --readout sparo, cls or gap, not fdt"),
     ("dino --readout cls --image-encoder ResNet-50 --data shapes:size=64", "a ViT with :cls=1"),
-    ("bam --batch 1", "--batch 1 must be 2 or more: the loss compares images"),
     *((f"bam --target {name} --normalization block", f"--target {name} has no blocks: leave out")
       for name in ("onehot", "moco")),
     *((f"bam --target moco --local-crops {n} {teacher}", "moco needs two views and the moving av")

@@ -11,10 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import gpu_bench
@@ -218,4 +220,21 @@ def test_what_a_forward_pass_keeps_for_the_backward_pass():
 
     few, many = (gpu_bench.kept_bytes(model, torch.randn(n, 3)) for n in (2, 10))
     assert (many - few) / 8 == 2 * (3 + 5)
-    assert gpu_bench.computed_gib(SMALL["bam"], 2) < gpu_bench.computed_gib(SMALL["bam"], 1) < 1
+    one, two = (gpu_bench.computed_gib(*gpu_bench.untrained(SMALL["bam"]), n) for n in (1, 2))
+    assert two < one < 1
+
+
+@pytest.mark.parametrize("flags, ranks", [
+    (SMALL["bam"], 1), ([*SMALL["sparc"], "--objective", "filip"], 1),
+    ([*SMALL["sparc"], "--objective", "filip"], 3), ([*SMALL["sparc"], "--objective", "gloria"], 1)])
+def test_the_flops_count_the_pairs_of_the_whole_batch(flags, ranks, monkeypatch):
+    """SPARC, Table 11: FLOPs of FILIP and GLoRIA grow with the batch. A rank of FILIP chooses tokens
+    among its own pairs alone. Of BAM each rank computes the same effective rank, which is here a
+    part in 1,000."""
+    args, method, model = gpu_bench.untrained([*flags, "--batch", "24"])
+    found = gpu_bench.computed_flops(args, method, model, ranks)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    batch = train.made_up_batch(args, method, model, 24 // ranks)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(batch, lambda x: torch.cat([x] * ranks))
+    assert found == pytest.approx(counter.get_total_flops() / (24 // ranks), rel=1e-3)

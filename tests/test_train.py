@@ -222,19 +222,6 @@ def test_only_an_evaluation_that_is_asked_for_opens_its_data_early(monkeypatch, 
         train_alone([*SMALL[name], *flags.split(), "--out", tmp_path])
 
 
-@pytest.mark.parametrize("name, kind, noted", [
-    ("sparc", "shards", True), ("sparc", "table", False), ("classifier", "shards", False),
-    ("bam", "shards", True), ("bam", "table", True), ("bam", "shapes", False)])
-def test_the_start_says_that_a_run_needs_data_to_be_evaluated(tmp_path, capsys, name, kind, noted):
-    data = {"table": lambda: common.CaptionTable([("a.jpg", "n")], "x"), "shapes": common.World,
-            "shards": lambda: common.TarShards(write_shards(tmp_path, [1]))}[kind]()
-    for eval_data, expected in ((None, noted), ("x.csv", False)):
-        args = train.Config(out="run", eval_data=eval_data)
-        args.method = name
-        train.announce(args, data, tiny_model(name), None, "cpu", train.Progress())
-        assert ("note: the run is evaluated only" in capsys.readouterr().out) == expected
-
-
 @pytest.mark.parametrize("flags, steps", [
     (["--log-every", "4"], [1, 4, 6]),
     (["--log-every", "99", "--save-every", "5"], [1, 5, 6])])
@@ -343,16 +330,13 @@ class Silent:
 
 
 def test_a_run_without_a_batch_says_what_it_waits_for_every_5_minutes(monkeypatch, capsys):
-    files = {"self": {"/data/mine"}, 222: {"/data/mine", "/data/00012.tar", "/dev/null"}}
-    monkeypatch.setattr(train, "open_files", files.get)
     monkeypatch.setattr(torch.utils.data, "DataLoader", Silent)
     batches = train.read_in_workers(None, 2)
     next(batches)
     with pytest.raises(RuntimeError, match="timed out"):
         next(batches)
-    notes = re.findall(r"no batch for (.*) s. .* worker 1 \(process 222\), which has "
-                       "/data/00012.tar open", capsys.readouterr().err)
-    assert notes == ["60", "360", "660", "960", "1260", "1560"]
+    notes = re.findall(r"no batch for (\d+) s. .*/proc/222/fd", capsys.readouterr().err)
+    assert notes == ["300", "600", "900", "1200", "1500"]
 
 
 @pytest.mark.parametrize("data, batch, cores, ranks, local, expected", [
@@ -753,20 +737,6 @@ def test_files_that_stay_are_written_before_last_pt(tmp_path, monkeypatch):
         "stage-1.pt", "last.pt", "stage-2.pt", "step-2.pt", "last.pt", "step-4.pt", "last.pt"]
 
 
-@pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
-def test_the_size_of_a_checkpoint_is_known_before_the_first_step(optimizer):
-    args = train.parse_args([*SPARC, "--image-encoder", "tiny:width=128,heads=2,depth=1",
-                             "--optimizer", optimizer, "--image-size", "16"])
-    model, file = train.new_model(args, train.METHODS["sparc"], range(50)), io.BytesIO()
-    updates = train.build_optimizer(args, model, None)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    expected = train.checkpoint_size(args, model)
-    updates.step()
-    torch.save({"model": model.state_dict(), "optimizer": updates.state_dict()}, file)
-    assert expected == pytest.approx(file.tell(), rel=0.05)
-
-
 DIVERGE = ["--lr", "1e30", "--warmup", "1", "--clip-grad", "0"]
 
 
@@ -838,42 +808,20 @@ def test_a_dry_run_ends_with_json(tmp_path, capsys, name):
     """It needs no vocabulary file for the paper's number of tokens, and reads no weights."""
     has_text = name not in ("dino", "bam", "classifier")
     words = ["--text-encoder", "tiny:vocab_size=9000"] if has_text else []
-    train.main([*SMALL[name], *words, "--init-weights", "gone.pt", "--dry-run"])
-    *lines, last = capsys.readouterr().out.splitlines()
-    record = json.loads(last)
-    assert lines[0].split() == ["params", f"{record['params']:,}"] and len(lines) == len(record)
+    flags = [*SMALL[name], *words, "--init-weights", "gone.pt", "--dry-run", "--steps", "9999999999"]
+    train.main(flags)
+    args = train.parse_args(flags)
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record.get("vocab_size") == (9000 if has_text else None)
     assert min(record["params"], record["flops_per_sample"]) > 1000 < 1000 * record["chance_loss"]
+    flops = 3 * record["flops_per_sample"] * args.batch * args.steps
+    assert record["h100_hours"] == pytest.approx(flops / 200e12 / 3600, rel=0.01) and flops > 1e17
 
 
 def test_a_dry_run_of_a_papers_preset_needs_no_data():
     args = train.parse_args(["--method", "sparc", "--preset", "b32", "--dry-run"])
     data = train.open_training_data(args, train.METHODS["sparc"])
     assert isinstance(data, common.World) and args.image_size == data.size == 224
-
-
-@pytest.mark.parametrize("flags, ranks", [
-    (SMALL["bam"], 1), ([*SPARC, "--objective", "filip"], 1), ([*SPARC, "--objective", "filip"], 3),
-    ([*SPARC, "--objective", "gloria"], 1)])
-def test_a_dry_run_counts_the_pairs_of_the_whole_batch(capsys, flags, ranks):
-    """SPARC, Table 11: FLOPs of FILIP and GLoRIA grow with the batch. A rank of FILIP chooses tokens
-    among its own pairs alone. Of BAM each rank computes the same effective rank, which is here a
-    part in 1,000."""
-    flags = [*flags, "--batch", "24", "--steps", "10000000000", "--dry-run", str(ranks)]
-    train.main(flags)
-    record, args = json.loads(capsys.readouterr().out.splitlines()[-1]), train.parse_args(flags)
-    method, args.image_size = train.METHODS[args.method], 16
-    model = train.new_model(args, method, range(record.get("vocab_size", 0))).eval()
-    batch = train.made_up_batch(args, method, model, 24 // ranks)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sparc.dist, "get_rank", lambda: 0)
-            model(batch, lambda x: torch.cat([x] * ranks))
-    expected = counter.get_total_flops() / (24 // ranks)
-    assert record["flops_per_sample_in_batch"] == pytest.approx(expected, rel=1e-3)
-    assert record["flops_per_sample_in_batch"] > record["flops_per_sample"]
-    seconds = 3 * expected * args.batch * args.steps / 200e12
-    assert record["h100_hours"] == pytest.approx(seconds / 3600, rel=0.1) and seconds > 360
 
 
 def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys, monkeypatch):
@@ -1001,7 +949,7 @@ def test_the_first_batch_shows_what_is_read_cut_and_unknown_and_names_of_labels(
     captions = ["a b a b b", "a c", "a c"]
     batch = *tokenizer.batch(captions, 5), captions
     texts = evaluation.as_read(tokenizer, *batch)
-    assert texts == [("[CLS] a b a [SEP]", "b b"), *2 * [("[CLS] a [UNK] [SEP]", "")]]
+    assert texts == [["[CLS] a b a [SEP]", "b b"], *2 * [["[CLS] a [UNK] [SEP]", ""]]]
     assert train.describe_captions(tokenizer, *batch, texts).startswith(
         ", captions of 2.3 tokens; 29% of the tokens are [UNK], 33% of the captions are cut, 33% "
         "repeat another.")
