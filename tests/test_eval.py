@@ -725,7 +725,7 @@ def test_nmi_and_ari_of_partitions_of_one_cluster_or_one_row_are_those_of_scikit
 
 def test_lloyd_finds_clouds_and_the_best_of_its_restarts():
     truth = torch.arange(4).repeat_interleave(25)
-    x = 10 * torch.eye(4)[truth] + 0.1 * torch.randn(100, 4) + 1e4          # far from the origin
+    x = 10 * torch.eye(4)[truth] + 0.1 * torch.randn(100, 4) + 1e5          # far from the origin
     for seed in range(5):  # each start has a row of each cloud (k-means++)
         once = bam.lloyd(x, 4, torch.Generator().manual_seed(seed), restarts=1)
         assert bam.ari(truth, once) == pytest.approx(1)
