@@ -1136,8 +1136,7 @@ def clustering(x, labels):
             rows = torch.isin(labels, drawn)
             truth, clusters = labels[rows], lloyd(x[rows], t, generator)
             scores.append([nmi(truth, clusters), ari(truth, clusters)])
-        means = torch.tensor(scores, dtype=torch.float64).mean(0)           # (2,)
-        result[f"{t}/NMI"], result[f"{t}/ARI"] = means.tolist()
+        result[f"{t}/NMI"], result[f"{t}/ARI"] = torch.tensor(scores).mean(0).tolist()
     return result
 
 

@@ -1153,7 +1153,6 @@ if __name__ == "__main__":
     one, two = sorted(place[0, :2].tolist())
     print(f"a word that is seen on patches {one + 1} and {two + 1}")
     forms = {
-        "equal weights": lambda tokens, patches: tokens.new_full((B, L, P), 1 / P),
         "softmax (Table 8)": softmax_weights,
         "no threshold": lambda tokens, patches: alignment_weights(tokens, patches, 0.0),
         "sigma = 1 / P": alignment_weights,

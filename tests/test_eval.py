@@ -759,6 +759,8 @@ def test_kmeans_draws_classes_and_clusters_their_images(tmp_path):
     found = bam.clustering((labels == 0)[:, None].float(), labels)
     assert found["2/NMI"] == pytest.approx(found["2/ARI"]) and 0.2 < found["2/NMI"] < 0.9
     assert bam.clustering(torch.randn(2, 3), torch.tensor([4, 4])) == {"1/NMI": 1, "1/ARI": 1}
+    with pytest.raises(common.UserError, match="^Each class has one image"):
+        evaluation.kmeans(embedder(), *opened(make_folders(tmp_path / "single", n=1)))
 
 
 def test_share_on_is_the_share_of_weights_on_an_object():
