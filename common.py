@@ -471,8 +471,8 @@ class TextTransformer(Encoder):
 
     `mask` is True on real tokens. In a bidirectional encoder, no token attends to padding. A causal
     encoder needs no mask, because padding comes last, and no real token attends to later tokens.
-    The outputs at padding have no meaning. vocab_size: the number of token ids. build_encoders
-    replaces a number below the length of the tokenizer by this length.
+    The outputs at padding have no meaning. vocab_size: the number of token ids, to be given.
+    build_encoders raises it to the length of the tokenizer.
     """
 
     def __init__(self, vocab_size=0, context=77, width=512, depth=12, heads=8, causal=False,
@@ -1908,7 +1908,7 @@ def look_at_shards(paths, on_ranks):
         except OSError as error:
             return error.strerror
 
-    number, _ = local_rank() if on_ranks else (0, 1)
+    number = local_rank()[0] if on_ranks else 0
     with ThreadPool(64) as pool:
         looks = pool.map(look, paths if number == 0 else ())
     return gather_objects(looks)[this_rank()[0] - number] if on_ranks else looks

@@ -1610,8 +1610,8 @@ def knn(embedder, data, options):
 def kmeans(embedder, data, options):
     """How well clusters of image encodings agree with the labels (BAM, App. I, Fig. 7)."""
     x, ids = encode_labelled(embedder, data.labelled("test"))
-    if len(ids) == len(ids.unique()):
-        raise UserError("Each class has one image, so any clusters would agree: give more images.")
+    if len(ids.unique()) in (1, len(ids)):
+        raise UserError("With one class or one image a class any clusters agree: give more images.")
     return {f"kmeans/{metric}": found for metric, found in bam.clustering(x, ids).items()}
 
 

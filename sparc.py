@@ -569,9 +569,9 @@ def filip_loss(tokens, patches, mask, scale, *, keep=0.2, gather=all_ranks):
     Each rank sends only its most similar tokens, and chooses them by its own b pairs. So N ranks
     compute the loss of one process only if keep = 1.
     differs: D.4 says "20% token dropping"; we keep 20 %. On 256 ranks this takes 2.7 times CLIP's
-    FLOPs (--preset b16, tests/gpu_bench.py --computed 256), and 80 % takes 7.5 times. Table 11 has
-    2.98. PACL and GLoRIA cost less here than there (1.08 and 1.40, 2.42 and 5.77), because their
-    forms are cheaper.
+    FLOPs (tests/gpu_bench.py --computed 256), and 80 % takes 7.5 times. Table 11 has 2.98. PACL
+    takes 1.08 times (1.40 there), and GLoRIA 2.42 times (5.77 there), because their forms are
+    cheaper here.
     """
     mask = as_bools(mask, tokens.shape[:2])
     tokens = tokens.masked_fill(~mask[..., None], 0.0)

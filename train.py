@@ -164,8 +164,8 @@ class Config:
     steps: int = 1000
     # number of passes over a FILE or class folders, > 0. --epochs replaces --steps
     epochs: int | None = None
-    # number of images in an update, > 1, because losses compare images. Each image comes with a
-    # caption if the method reads captions. The ranks share these images
+    # number of images in an update, > 1, because contrastive losses compare images. Each image
+    # comes with a caption if the method reads captions. The ranks share these images
     batch: int = 128
     lr: float = 5e-4  # highest learning rate, after the warm-up. --batch does not scale it
     warmup: int = 100  # number of steps of linear warm-up. Each stage of STAIR has its own warm-up
@@ -183,7 +183,7 @@ class Config:
     log_every: int = 10  # number of steps between two lines of log.jsonl, > 0
     save_every: int = 1000  # number of steps between two saves of last.pt, > 0
     # number of steps between two checkpoints step-S.pt, which are never deleted. A checkpoint has
-    # about 12 bytes for each parameter. With 0 there are no such checkpoints
+    # at most 12 bytes for each parameter. With 0 there are no such checkpoints
     keep_every: int = 0
     # number of steps between two evaluations during the training. Each evaluation uses at most
     # 1,000 images and writes its metrics to log.jsonl. BAM and DINO are evaluated by k-NN alone.
@@ -205,9 +205,9 @@ class Config:
     # the parts one after the other. The loss still compares the whole batch
     accum_freq: int = 1
     # print what the run costs, and do not train. flops_per_sample: FLOPs of the forward pass.
-    # h100_hours: hours of one H100 at 200 TFLOPs a second, fewer if the method has a teacher. Up to
-    # 8 % more, and with filip 170 %, for the loss of the whole batch. chance_loss: loss of a random
-    # guess. With --out DIR the command also draws first-batch.png
+    # h100_hours: hours of one H100 at 200 TFLOPs a second, fewer if the method has a teacher. The
+    # loss of the whole batch adds up to 8 %, but with filip and gloria 70 to 270 %. chance_loss:
+    # loss of a random guess. With --out DIR the command also draws first-batch.png
     dry_run: bool = False
     # number of steps to time. The command prints the images per second and then stops
     bench: int = 0
@@ -909,8 +909,8 @@ def read_in_workers(dataset, workers, ahead=2):
                 raise
             if waited % NOTE == 0:
                 pid = batches._workers[received % workers].pid  # workers send in turn
-                print(f"note: rank {this_rank()[0]} has had no batch for {waited:.0f} s. It waits "
-                      f"for worker {pid}. `ls -l /proc/{pid}/fd` lists the files that the worker "
+                print(f"note: rank {this_rank()[0]} has had no batch for {waited} s. It waits for "
+                      f"worker {pid}. `readlink /proc/{pid}/fd/*` lists the files that the worker "
                       "reads. If `df /dev/shm` shows no free memory, lower --workers or --batch, "
                       "or raise the container's --shm-size.", file=sys.stderr)
             continue
@@ -1314,7 +1314,7 @@ def warning(args, data, model, scaler, record):
 
 def show_first_batch(args, tokenizer, batch):
     """Draw eight samples of the first batch of rank 0 into first-batch.png, as the model reads
-    them, but without boxes. The views of an image stand side by side. Print facts about the whole
+    them, but without boxes and queries. The views of an image stand side by side. Print facts about the whole
     batch."""
     if this_rank()[0] > 0:
         return

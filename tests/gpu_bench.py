@@ -394,7 +394,7 @@ def main(argv=None):
                         "of train.py: print the computed memory and FLOPs, and stop")
     args = parser.parse_args(argv)
     if args.computed:
-        gpus, (*parts,) = int(args.computed[0]), untrained(args.computed[1:])
+        gpus, parts = int(args.computed[0]), untrained(args.computed[1:])
         return print(f"{computed_gib(*parts, gpus):.1f} GiB, "
                      f"{computed_flops(*parts, gpus) / 1e9:,.4g} GFLOPs of a sample")
     end, found = time.monotonic() + 60 * args.minutes, []

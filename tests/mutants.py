@@ -252,7 +252,7 @@ Pixels(encoder.pixels.name or «"imagenet" => "clip"») # the pixels of timm's w
 if «name.startswith(replaced) => False» else found)[name] # the block that SPARO replaces
 == bam.py | probes | test_eval test_details -k "probe"
 max(64, math.ceil(len(x) / «1024 => 512»)) # Table 9b: 1,024 ;; l2 «/ 2  => »* head.weight.square() # BAM, D.3
-== bam.py | clusters | test_eval -k "kmeans or lloyd or nmi or clusters or every_guess"
+== bam.py | clusters | test_eval -k "kmeans or lloyd or nmi or clusters"
 x = x - «x.mean(0) => 0» # fp32 far from the origin
 scores.append([nmi(«truth, clusters), ari(truth, clusters => clusters, clusters), ari(truth, truth»)]) # no labels
 entropy(p) / both).item() if both > 0 else «1.0 => 0.0» # one label, one cluster

@@ -412,5 +412,3 @@ def test_a_tensor_has_one_name_and_stays_one_tensor_on_another_device():
         state = {name: x for name, x in model.state_dict().items() if x.numel()}
         assert len({x.data_ptr() for x in state.values()}) == len(state)
         assert len([*model.parameters()]) == len([*model.named_parameters(remove_duplicate=False)])
-
-

@@ -604,12 +604,13 @@ def test_the_chance_of_retrieval_is_that_of_k_guesses(tmp_path):
         assert result[f"t2i/R@{k}"][1] == min(1, k / 3)
 
 
-def test_a_class_whose_images_are_damaged_counts_for_the_chance(tmp_path):
+def test_a_class_whose_images_are_damaged_counts_for_the_chance(tmp_path, capsys):
     data, options = opened_folders(tmp_path, task="zeroshot,knn,linear")
     for i in (0, 1):
         (tmp_path / f"train/red/{i}.png").write_text("no image")
     found = evaluation.evaluate(embedder(), data, options, evaluation.print_metrics)
     assert {found[f"{task}/chance"] for task in ("zeroshot", "knn", "linear")} == {1 / 3}
+    assert "  chance 0.3333\n" in capsys.readouterr().out
     assert [found["knn"], found["linear"]] == pytest.approx([4 / 6, 4 / 6])
 
 
@@ -758,9 +759,9 @@ def test_kmeans_draws_classes_and_clusters_their_images(tmp_path):
     labels = torch.arange(3).repeat(4)
     found = bam.clustering((labels == 0)[:, None].float(), labels)
     assert found["2/NMI"] == pytest.approx(found["2/ARI"]) and 0.2 < found["2/NMI"] < 0.9
-    assert bam.clustering(torch.randn(2, 3), torch.tensor([4, 4])) == {"1/NMI": 1, "1/ARI": 1}
-    with pytest.raises(common.UserError, match="^Each class has one image"):
-        evaluation.kmeans(embedder(), *opened(make_folders(tmp_path / "single", n=1)))
+    for name, more in ("single", dict(n=1)), ("one", dict(names=["red"])):
+        with pytest.raises(common.UserError, match="^With one class or one image a class"):
+            evaluation.kmeans(embedder(), *opened(make_folders(tmp_path / name, **more)))
 
 
 def test_share_on_is_the_share_of_weights_on_an_object():

@@ -198,7 +198,7 @@ def test_an_earlier_evaluation_that_ends_later_is_written_beside(run, capsys):
     assert evaluation.step_of(run) == 4
 
 
-def test_a_run_of_an_older_revision_is_evaluated_and_resumed(run):
+def test_a_run_of_sparc_of_an_older_revision_is_evaluated_and_resumed(run):
     state = common.load_checkpoint(run / "last.pt")
     torch.save({name: state[name] for name in OF_02E567A}, run / "last.pt")
     evaluation.main([str(run), "--task", "retrieval"])

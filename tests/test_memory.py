@@ -1,10 +1,11 @@
 """--accum-freq K: encoding the batch in K parts gives the gradients of the full batch.
 
-Three more tests measure the rounding of TF32 and of bf16, and what a forward pass keeps.
+More tests measure the rounding of TF32 and of bf16, what a run keeps, and FLOPs.
 """
 
 import contextlib
 import functools
+import io
 import math
 from types import SimpleNamespace
 
@@ -224,12 +225,27 @@ def test_what_a_forward_pass_keeps_for_the_backward_pass():
     assert two < one < 1
 
 
+@pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
+def test_the_state_of_a_run_is_its_checkpoint_and_the_gradients(optimizer, monkeypatch):
+    monkeypatch.setattr(gpu_bench, "kept_bytes", lambda model, batch: 0)
+    parts = gpu_bench.untrained([*SMALL["sparc"], "--image-encoder",
+                                 "tiny:width=128,heads=2,depth=1", "--optimizer", optimizer])
+    args, _, model = parts
+    updates, file = train.build_optimizer(args, model, None), io.BytesIO()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    updates.step()
+    gradients = [p.grad for p in model.parameters()]
+    torch.save([model.state_dict(), updates.state_dict(), gradients], file)
+    assert gpu_bench.computed_gib(*parts, 1) * 2**30 == pytest.approx(file.tell(), rel=0.05)
+
+
 @pytest.mark.parametrize("flags, ranks", [
     (SMALL["bam"], 1), ([*SMALL["sparc"], "--objective", "filip"], 1),
     ([*SMALL["sparc"], "--objective", "filip"], 3), ([*SMALL["sparc"], "--objective", "gloria"], 1)])
 def test_the_flops_count_the_pairs_of_the_whole_batch(flags, ranks, monkeypatch):
     """SPARC, Table 11: FLOPs of FILIP and GLoRIA grow with the batch. A rank of FILIP chooses tokens
-    among its own pairs alone. Of BAM each rank computes the same effective rank, which is here a
+    among its own pairs alone. Each rank of BAM computes the same effective rank, which is here a
     part in 1,000."""
     args, method, model = gpu_bench.untrained([*flags, "--batch", "24"])
     found = gpu_bench.computed_flops(args, method, model, ranks)

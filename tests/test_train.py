@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import eval as evaluation
+import gpu_bench
 import sparc
 import train
 from common import UserError
@@ -814,6 +815,8 @@ def test_a_dry_run_ends_with_json(tmp_path, capsys, name):
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record.get("vocab_size") == (9000 if has_text else None)
     assert min(record["params"], record["flops_per_sample"]) > 1000 < 1000 * record["chance_loss"]
+    of_two = gpu_bench.computed_flops(*gpu_bench.untrained([*flags, "--batch", "2"]), 1)
+    assert record["flops_per_sample"] == int(of_two)
     flops = 3 * record["flops_per_sample"] * args.batch * args.steps
     assert record["h100_hours"] == pytest.approx(flops / 200e12 / 3600, rel=0.01) and flops > 1e17
 
