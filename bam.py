@@ -1187,7 +1187,8 @@ def logistic_regression(head, x, labels, l2):
     optimizer.step(objective)
 
 
-# tests/RESULTS.md has the results at toy scale. Three of them concern the equations:
+# tests/RESULTS.md has the results at toy scale, `python tests/claims.py bam` and `photos` have
+# those of earlier code. Three of them concern the equations:
 #
 # * Sharpening (tau_B below tau) prevented the collapse to uniform attention, and balancing did not.
 #   Table 1 has a collapse without balancing.

@@ -895,7 +895,8 @@ def change_of_means(rows):
     return result
 
 
-# tests/RESULTS.md has the results: zero-shot, hard negatives, slots and ablations at toy scale.
+# tests/RESULTS.md has the results at toy scale: zero-shot, hard negatives and slots. `python
+# tests/claims.py sparo` has the ablations, by earlier code.
 
 
 if __name__ == "__main__":

@@ -736,15 +736,15 @@ def boolean_query(text, index):
                      "one without NOT.")
 
 
-# tests/RESULTS.md has the results at toy scale. Three of them contradict the paper: one stage is
-# below three stages in R@1, stage 2 does not improve zero-shot, and the best word is the label more
-# often with CLIP.
+# tests/RESULTS.md has the results at toy scale, `python tests/claims.py stair` has those of earlier
+# code. Two of the latter contradict the paper: stage 2 does not improve zero-shot, and the best
+# word is the label more often with CLIP.
 
 
 if __name__ == "__main__":
     print("A picture shows three of 30 words, and its caption names them. Both get a weight for\n"
-          "each word (Eq. 4, 5), and learn to agree (Eq. 3). Few words may be active (Eq. 6). With\n"
-          "mask(y), only the words of its caption may be active in a caption's vector (Eq. 8).\n")
+          "each word (Eq. 4, 5), and learn to agree (Eq. 3). Few words may be active (Eq. 6).\n"
+          "With mask(y), a caption's vector has no words but those of the caption (Eq. 8).\n")
     names = ("cat dog horse bird fish cow sheep bear car bus train boat bike plane red blue "
              "green black white man child baby tree grass snow sea house door chair cake").split()
     B, V, D = 128, len(names), 32

@@ -1314,8 +1314,8 @@ def warning(args, data, model, scaler, record):
 
 def show_first_batch(args, tokenizer, batch):
     """Draw eight samples of the first batch of rank 0 into first-batch.png, as the model reads
-    them, but without boxes and queries. The views of an image stand side by side. Print facts about the whole
-    batch."""
+    them, but without boxes and queries. The views of an image stand side by side. Print facts about
+    the whole batch."""
     if this_rank()[0] > 0:
         return
     views = [view[:8].cpu() for view in batch.get("views") or [batch["images"]]]
