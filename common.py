@@ -3278,7 +3278,7 @@ def timm_weights(encoder):
     VisionTransformer of timm cannot represent."""
     is_plain = isinstance(encoder, ViT) and isinstance(encoder.patch_embed, nn.Conv2d)
     if not is_plain or encoder.left_out or isinstance(encoder.norm, nn.Identity):
-        raise UserError("--export needs a ViT of timm, without a stem or a read-out of its own.")
+        raise UserError("--export needs a ViT of timm, without a stem: train tiny-patch, ViT-S/16.")
     weights = {}
     for name, value in encoder.state_dict().items():
         for theirs, ours in TIMM_NAMES:

@@ -787,7 +787,8 @@ class Flags:
     # file in RUN with the weights to evaluate, for example step-10000.pt, or stage-1.pt of STAIR
     checkpoint: str = "last.pt"
     # new file for the weights of the image encoder, under the parameter names of timm. The command
-    # writes this file instead of evaluating
+    # writes this file instead of evaluating. Its key "model" holds the weights of a ViT without a
+    # stem, such as tiny-patch:cls=1
     export: str | None = None
 
     # number of threads that read images. Without --workers the number is that of the training. If
@@ -1611,7 +1612,7 @@ def kmeans(embedder, data, options):
     """How well clusters of image encodings agree with the labels (BAM, App. I, Fig. 7)."""
     x, ids = encode_labelled(embedder, data.labelled("test"))
     if len(ids.unique()) in (1, len(ids)):
-        raise UserError("With one class or one image a class any clusters agree: give more images.")
+        raise UserError("k-means needs two classes, and two images of a class: give others.")
     return {f"kmeans/{metric}": found for metric, found in bam.clustering(x, ids).items()}
 
 

@@ -1160,7 +1160,7 @@ if __name__ == "__main__":
     for name, align in forms.items():
         a = align(tokens, patches)                                      # (B, L, P)
         print(f"{name:18}", " ".join(f"{100 * weight:3.0f}" for weight in a[0, 0]))
-    print("\nSoftmax gives nearly all the weight to one of the two patches.")
+    print("\nSoftmax drops one of the two patches. Sigma = 0.5 drops all patches but these two.")
     right = fine_grained_loss(tokens, patches, mask, 10.0)
     wrong = fine_grained_loss(tokens, patches.roll(1, 0), mask, 10.0)
     print(f"\nL_f (Eq. 6) is {right:.2f} with the right images, {wrong:.2f} with wrong images,\n"

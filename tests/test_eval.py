@@ -760,7 +760,7 @@ def test_kmeans_draws_classes_and_clusters_their_images(tmp_path):
     found = bam.clustering((labels == 0)[:, None].float(), labels)
     assert found["2/NMI"] == pytest.approx(found["2/ARI"]) and 0.2 < found["2/NMI"] < 0.9
     for name, more in ("single", dict(n=1)), ("one", dict(names=["red"])):
-        with pytest.raises(common.UserError, match="^With one class or one image a class"):
+        with pytest.raises(common.UserError, match="^k-means needs two classes"):
             evaluation.kmeans(embedder(), *opened(make_folders(tmp_path / name, **more)))
 
 
