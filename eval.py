@@ -1612,7 +1612,7 @@ def kmeans(embedder, data, options):
     """How well clusters of image encodings agree with the labels (BAM, App. I, Fig. 7)."""
     x, ids = encode_labelled(embedder, data.labelled("test"))
     if len(ids.unique()) in (1, len(ids)):
-        raise UserError("k-means needs two classes, and two images of a class: give others.")
+        raise UserError("k-means needs two classes, and two images of a class: give other data.")
     return {f"kmeans/{metric}": found for metric, found in bam.clustering(x, ids).items()}
 
 

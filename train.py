@@ -1358,8 +1358,8 @@ def evaluate_unnoticed(args, embedder, eval_data, step):
     """The metrics of --eval-every. The main metrics are printed. A model with neither captions nor
     classes is evaluated by k-NN alone, because a linear probe takes long. The random numbers of the
     training do not change."""
-    is_alone = embedder.model.encode_text is None and embedder.model.class_scores is None
-    options = evaluation.options_of({"task": "knn"} if is_alone else {}, args)
+    tasks = evaluation.default_tasks(eval_data, embedder.model)
+    options = evaluation.options_of({"task": "knn"} if "knn" in tasks else {}, args)
     devices = [embedder.device] if embedder.device.type == "cuda" else []
     embedder.model.eval()
     with torch.random.fork_rng(devices):
