@@ -1609,7 +1609,7 @@ def knn(embedder, data, options):
 
 
 def kmeans(embedder, data, options):
-    """How well clusters of image encodings agree with the labels (BAM, App. I, Fig. 7)."""
+    """How well clusters of images of 2, 5, 10, ... classes agree with the labels (BAM, App. I)."""
     x, ids = encode_labelled(embedder, data.labelled("test"))
     if len(ids.unique()) in (1, len(ids)):
         raise UserError("k-means needs two classes, and two images of a class: give other data.")
@@ -1796,7 +1796,8 @@ def words_of_slots(embedder, image, caption):
 def slot_alignment(embedder, data, options):
     """How often the brightest patch of a slot shows an object that the slot's word names (SPARO).
 
-    Only slots that agree on image and caption count (sparo.slot_words)."""
+    Only slots that agree on image and caption count (sparo.slot_words). Without such a slot the
+    value is nan."""
     return weights_on_objects("slot_alignment", embedder, data, words_of_slots)
 
 

@@ -1400,9 +1400,9 @@ def finish(args, embedder, eval_data, progress):
         embedder.model.eval()
         embedder.step = progress.step
         evaluation.evaluate_and_show(embedder, eval_data, eval_data.options, args.out, failed)
-    run = shlex.quote(args.out)
-    print(f"{args.out} holds the weights, the log and the pictures. To train longer, add --resume "
-          f"--out {run} and more --steps. Next: python eval.py {run}")
+    run, data = shlex.quote(args.out), "" if eval_data else " --data DATA"
+    print(f"{args.out} holds the weights, the log and the pictures. To train longer, repeat this "
+          f"command with --resume --out {run} and more --steps. Next: python eval.py {run}{data}")
     common.wait_for_rank_0()  # all ranks end together
     return common.gather_objects(failed)[0]
 
