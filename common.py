@@ -502,8 +502,8 @@ class ResNet(resnet.ResNet):
 
     To add an image encoder, write a class with the members image_size, grid (the number of tokens
     of a side), width, cls, norm, pixels and left_out, and add a row to IMAGE_ENCODERS. Use
-    BatchNorm of this file, because torch's BatchNorm2d has other statistics on each rank. --compile
-    needs the class in COMPILED. If an argument is a tuple, add its name to encoder_settings.
+    BatchNorm of this file, because torch's BatchNorm2d has other statistics on each rank. If an
+    argument is a tuple, add its name to encoder_settings.
     """
 
     left_out = 0  # methods replace blocks of transformers only
@@ -558,7 +558,6 @@ TEXT_PRESETS = {
 }
 IMAGE_ENCODERS = {ViT: VIT_PRESETS, ResNet: RESNET_PRESETS}
 TEXT_ENCODERS = {TextTransformer: TEXT_PRESETS}
-COMPILED = Block, ResNet  # the modules that --compile compiles
 
 
 def encoder_settings(spec, encoders):
@@ -1232,6 +1231,7 @@ def to_rgb(image):
     phone lies on its side. They also ignore transparency. The colour under transparent pixels is
     often black. Transparent pixels are white here, as in shards of img2dataset.
     """
+    image.load()  # Pillow turns a TIFF while it decodes the file, and then drops the orientation
     orientation = 1
     with contextlib.suppress(Exception):  # EXIF may be damaged although the pixels are intact
         orientation = image.getexif().get(ORIENTATION, 1)
@@ -1658,7 +1658,7 @@ class CaptionTable:
                 else:
                     count_problem(left_out("empty caption", path), self.skipped)
         if not captions:
-            found = ", ".join(sorted(map(str, splits))[:9]) or "none"
+            found = ", ".join(f":split={x}" for x in sorted(map(str, splits - {""}))[:9]) or "none"
             raise UserError(f"{name} has no image that can be used in the split {split} (splits: "
                             f"{found}; left out: {describe_skipped(self.skipped) or 'nothing'}).")
 
@@ -1727,7 +1727,7 @@ class CaptionTable:
         captions of class folders name few classes."""
         if self.classes:
             class_names(self.classes)  # raises UserError for names such as n01440764
-            if len(self.classes) == 1 or all(map(str.isdecimal, self.classes)):
+            if all(map(str.isdecimal, self.classes)):
                 raise UserError(f"{self.name}: {self.captions[0]!r} teaches nothing: give class "
                                 "folders with names, a table, or shards with captions.")
         size, n = len(self.captions), min(limit, len(self.captions))
@@ -2075,8 +2075,8 @@ def read_header(file):
     """The first line of an open CSV or TSV file -> its delimiter and the names of its columns."""
     first = file.readline()
     # Excel writes semicolons in many languages
-    delimiter = "\t" if "\t" in first else max(",;", key=first.count)
-    return delimiter, next(csv.reader([first], delimiter=delimiter), [])
+    delimiter = "\t" if "\t" in first else max(",;|", key=first.count)
+    return delimiter, [*map(str.strip, next(csv.reader([first], delimiter=delimiter), []))]
 
 
 def find_columns(path, columns, image, caption):
@@ -2089,7 +2089,7 @@ def find_columns(path, columns, image, caption):
     caption = caption or ("title" if "title" in columns else "caption")
     if not {image, caption} <= {*columns}:
         raise UserError(f"{path} has the columns {columns}, not {image} and {caption}: name them "
-                        f"in its first row, or give {path}:image=COLUMN,caption=COLUMN.")
+                        f"in row 1, give {path}:image=COLUMN,caption=COLUMN, or call it x.token.")
     return image, caption
 
 
@@ -2150,7 +2150,7 @@ def read_json(path, image, caption):
             image, caption = find_columns(path, [*data[0]], image, caption)
             for number, row in enumerate(data, 1):
                 if row.get(image):
-                    yield Sample(str(row[image]), row.get(caption), split=row.get("split", ""))
+                    yield Sample(str(row[image]), row.get(caption), split=row.get("split") or "")
                 else:
                     yield left_out("row without an image", f"{path}, row {number}")
             return
@@ -2294,8 +2294,11 @@ def open_directory(directory, content, *_):
     if content is None and (not classes or any(map(is_image, files))):
         return CaptionTable(rows_of_images(directory, "an image"), directory)
     parts = [name for name in classes if PART.fullmatch(name.lower())]
-    if parts and (parts != ["train"] or classes == parts):  # beside other folders, train is a class
-        raise UserError(f"{directory} holds {', '.join(parts)}, no classes: give one of them.")
+    # beside other folders, train is a class
+    if parts and (parts != ["train"] or classes == parts) or content and len(classes) < 2:
+        found = ", ".join([*(parts or classes), *map(os.path.basename, files)][:9]) or "nothing"
+        raise UserError(f"{directory} holds {found}, no classes: give the directory of the class "
+                        f"folders, a table of captions, or '{directory}/*.tar'.")
 
     rows = [left_out("file next to the class folders", path) for path in files]
     rows += rows_of_classes(directory, classes)
@@ -2333,7 +2336,7 @@ def rows_of_images(folder, caption, label=None):
 
 
 # the names of parts of a data set, such as train, val2017
-PART = re.compile(r"(train(ing)?|val(id|idation)?|test|dev)([-_]?(\d+|[ab]))?")
+PART = re.compile(r"(train(ing)?|val(id|idation)?|test(ing)?|dev)([-_]?(\d+|[ab]|set|data|im\w+))?")
 FOLDER_CAPTION = "a photo of {a}."  # {a}: the name of the class with its article
 # the first letters of the names of files that systems and editors create
 HIDDEN = (".", "__MACOSX", "@eaDir")
@@ -2467,8 +2470,8 @@ def label_rows(names, labels, fraction):
     names: the names of the images, None for an image without a name. labels: the labels of the
     images.
     fraction: a number in (0, 1], or a file. The number is the fraction of each class to keep. Each
-    class keeps at least one image. Every call keeps the same images. The file lists image names,
-    one per line. BAM uses such lists of SimCLR, with 1 % and 10 % of ImageNet (Table 4).
+    class keeps at least one image. Every call keeps the same images. The file lists image names or
+    paths, one per line. BAM uses such lists of SimCLR, with 1 % and 10 % of ImageNet (Table 4).
 
     Raises UserError if a line of the file does not name exactly one image.
     """
@@ -2481,10 +2484,12 @@ def label_rows(names, labels, fraction):
             of_class = generator.permutation(np.flatnonzero(labels == label))
             rows += of_class[: max(1, round(share * len(of_class)))].tolist()
         return sorted(rows)
-    wanted = {Path(line).name for line in read_list(fraction, "--label-fraction (number or file)")}
-    names = [name and Path(name).name for name in names]
-    rows = [i for i, name in enumerate(names) if name in wanted]
-    missing = len(wanted - set(names))
+    # a line is the name of a file, or ends in FOLDER/NAME, where folders have files of equal names
+    lines = read_list(fraction, "--label-fraction (number or file)")
+    wanted = {"/".join(Path(line).parts[-2:]) for line in lines}
+    ends = [{"/".join(Path(name or "").parts[-n:]) for n in (1, 2)} for name in names]
+    rows = [i for i, end in enumerate(ends) if wanted & end]
+    missing = len(wanted.difference(*ends))
     if missing or len(rows) > len(wanted):
         raise UserError(f"--label-fraction {fraction} lists {len(wanted)} names. The data lack "
                         f"{missing} of them, and have {len(rows)} images with these names: each "
@@ -2986,7 +2991,7 @@ def load_checkpoint(path, map_location="cpu"):
     # checkpoints of DINO have their settings in a Namespace, which is harmless
     safe, path = torch.serialization.safe_globals([argparse.Namespace]), Path(path)
     others = [name for name in checkpoints(path.parent) if name != path.name]
-    remedy = "begin a new run" if path.name == "last.pt" else "give another file"
+    remedy = "begin a new run" if path.name == "last.pt" and look_at(path) else "give another file"
     remedy = f"give --checkpoint {others[0]}" if others else remedy
     with safe, explained(Exception, f"{path} cannot be read", f". Remedy: {remedy}"):
         if local_rank()[0] == 0 and zipfile.is_zipfile(path):
@@ -3250,8 +3255,8 @@ def load_timm(encoder, state_dict):
     file or the spec of the encoder names another. Files of DINO and BAM hold a student and a
     teacher, and the teacher is loaded. Files of DINO, BAM, solo-learn and lightly have "backbone."
     before the names of the encoder, files of MoCo-v3 have "base_encoder.". These files also hold
-    heads or a momentum encoder. Returns the tensors that were not loaded, {name: tensor}. Raises
-    UserError if the file does not fit.
+    heads, a decoder (MAE) or a momentum encoder. Returns the tensors that were not loaded, {name:
+    tensor}. Raises UserError if the file does not fit.
     """
     state = unwrapped(state_dict)
     found, left_over = {}, {}
@@ -3260,7 +3265,7 @@ def load_timm(encoder, state_dict):
     has_backbone = any(backbone.search(prefix.match(name)[0]) for name in state)
     for name, value in state.items():
         before, name = prefix.match(name)[0], prefix.sub("", name, 1)
-        is_head = re.match(r"(student|head\w*|fc|classifier|proj\w*|pred\w*)\.", name)
+        is_head = re.match(r"(student|head|fc|classifier|pro[jt]|pred|decoder|mask)\w*(\.|$)", name)
         is_left_over = is_head or (has_backbone and not backbone.search(before))
         (left_over if is_left_over else found)[name] = value
     remedy = ("give a file with timm's names (torchvision's for a ResNet), and its width, depth, "

@@ -664,7 +664,8 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
                          "next to it must be those that the run wrote")
     if tokenizer and state["words"] != tokenizer.hash():
         raise UserError(f"{run}/vocab.txt has other words than the run: put back the run's file.")
-    embedder = new_embedder(model.to(device), tokenizer, args, device)
+    with common.explained((RuntimeError, AssertionError), f"--device {device} cannot be used"):
+        embedder = new_embedder(model.to(device), tokenizer, args, device)
     embedder.step, embedder.tells = state["step"], True
     return embedder, args
 
@@ -840,9 +841,8 @@ def options_of(given, args):
         options.image_root, options.limit = args.image_root, TEST_LIMIT
         options.learn_limit = LEARN_LIMIT
     vars(options).update(given, given=tuple(given))
-    kind = kind_of(options.data)
-    named = common.parse_spec(options.data)[1].get("split", kind.split)
-    options.split = options.split or named
+    kind, settings = kind_of(options.data), common.parse_spec(options.data)[1]
+    options.split = settings.get("split") or options.split or kind.split
     # Without --train-data, k-NN and probes learn from the split train of the data. If there is no
     # such split, they learn from the training data of the run. They do not if the training data are
     # the data to evaluate, or are `shapes`, which has other classes.
@@ -951,7 +951,7 @@ class FileSet(EvalSet):
             self.captioned = each
         else:
             self.labelled = each
-        if source.classes:
+        if len(source.classes or ()) > 1:  # one class tells nothing
             self.groups = {"": (torch.arange(len(source.classes)), source.classes)}
 
     @functools.cached_property  # names may be missing, and only tasks with text need them
@@ -1173,14 +1173,12 @@ def read_frames(files, size, patch_size):
 
 def open_source(options, image_size, content):
     """A SPEC of train.py -> EvalSet."""
-    is_boxes = common.file_holds(common.parse_spec(options.data)[0], "bbox")
-    source = common.open_data(options.data, options.image_root, options.split, image_size,
-                              "boxes" if is_boxes else content)
+    source = common.open_data(options.data, options.image_root, options.split, image_size, content)
     if is_shapes(options.data):
         return WorldSet(source, options)
     if source.skipped:
         print(f"left out of {source.name}: {common.describe_skipped(source.skipped)}")
-    if is_boxes:
+    if content == "boxes":
         return open_boxes(source, options, image_size)
     if source.unit == "shards":
         return FileSet(source, options, None if options.query else "label")
@@ -1235,15 +1233,15 @@ def kind_of(spec):
     return next(kind for kind in KINDS if kind.fits(spec))
 
 
-def open_eval_set(options, image_size, captions=True):
-    """Open options.data -> EvalSet. captions: whether the data must have captions or labels, as for
-    a model with a text encoder. Raises UserError if the data cannot be opened."""
+def open_eval_set(options, image_size, content="caption"):
+    """Open options.data -> EvalSet. content: what the images need, see common.open_data. Raises
+    UserError if the data cannot be opened."""
     kind, spec = kind_of(options.data), options.data
     splits = kind.splits(spec)
     if splits and options.split not in splits:
         raise UserError(f"{spec} has no split {options.split}: give --split, one of "
                         f"{', '.join(splits)}; for --select and --train-data DIR:split=NAME.")
-    data = kind.open(options, image_size, "caption" if captions else None)
+    data = kind.open(options, image_size, content)
     data.image_size, data.options = image_size, options
     if options.nouns_adjectives:
         words = common.read_list(options.nouns_adjectives, "--nouns-adjectives")
@@ -2659,8 +2657,8 @@ def evaluate_run(run, given, device, failed):
     embedder.chunk, embedder.workers = options.batch, options.workers
     embedder.tells = bool(options.query)  # an evaluation prints its counts at the end
     embedder.amp = options.amp
-    captions = embedder.tokenizer is not None and not options.query  # a search needs no captions
-    data = open_eval_set(options, embedder.image_size, captions)
+    content = None if options.query else METHODS[args.method].content(args)
+    data = open_eval_set(options, embedder.image_size, content)
     so_far = "" if embedder.step == args.steps else f", step {embedder.step} of {args.steps},"
     print(f"{run}{so_far} on {describe(options)}:")
     if options.query:

@@ -730,10 +730,9 @@ def choose_labels(args, data):
 def open_evaluation(args, model):
     """The data for the evaluation that belongs to the run. Raises UserError if no task can use
     these data."""
-    options = evaluation.options_of({}, args)
+    options, content = evaluation.options_of({}, args), METHODS[args.method].content(args)
     with common.explained(UserError, "No evaluation"):
-        with_text = model.encode_text is not None
-        data = evaluation.open_eval_set(options, args.image_size, with_text)
+        data = evaluation.open_eval_set(options, args.image_size, content)
         evaluation.tasks_to_run(options, data, model)
         pairs = data.labelled or data.captioned
         if pairs and not data.is_world:
@@ -823,7 +822,7 @@ def build_transform(args, method, encoder):
         return common.Augment(args.image_size, flip=args.flip, **settings)
     if views is None:
         return common.train_transform(args.image_size, args.crop_scale, args.flip)
-    patch = encoder.image_size // encoder.grid
+    patch = encoder.patch_size if isinstance(encoder, common.ViT) else 1
     for view in views:
         if view["size"] % patch or view["size"] > args.image_size:
             raise UserError(f"--local-size must be a multiple of {patch} up to {args.image_size}.")
@@ -1001,8 +1000,8 @@ def wrap(args, model, world_size):
         # recompute a split graph.
         torch._dynamo.config.optimize_ddp = False
         torch._dynamo.config.cache_size_limit = 128  # for blocks with different drop_path
-        for module in model.modules():
-            if isinstance(module, common.COMPILED):
+        for module in model.modules():  # a ViT has Blocks, other encoders are compiled as a whole
+            if type(module) in {common.Block, *common.IMAGE_ENCODERS} - {common.ViT}:
                 module.compile()
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)

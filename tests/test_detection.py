@@ -182,7 +182,7 @@ def test_boxes_that_cannot_be_found_are_left_out_and_counted(tmp_path, capsys, c
     file = write_coco(tmp_path, annotations=lambda rows: rows[0].update(change))
     [(why, (count, where))] = common.BoxTable(file).skipped.items()
     assert count == 1 and where == f"{file}, annotation 1"
-    opened(file)
+    opened(file, "boxes")
     assert f"left out of {file}: 1 x {why}" in capsys.readouterr().out
 
 
@@ -192,7 +192,7 @@ def test_an_image_of_another_shape_than_in_the_file_is_refused(tmp_path, capsys)
     with pytest.raises(ValueError, match="40 x 80 do not fit those of its boxes or map, 1 x 0.5"):
         common.check_sides(Image.new("RGB", (40, 80)), (1, 0.5))
     file = write_coco(tmp_path, images=lambda rows: rows[0].update(height=7 * rows[0]["height"]))
-    list(opened(file)[0].boxes())
+    list(opened(file, "boxes")[0].boxes())
     assert "skipped 1 of 2 images" in capsys.readouterr().out
 
 

@@ -353,10 +353,10 @@ def options_for(spec, **flags):
     return evaluation.options_of({"data": str(spec)} | flags, args)
 
 
-def opened(spec, **flags):
+def opened(spec, content="caption", **flags):
     """Return the EvalSet of `spec`, and the options of eval.py with these flags."""
     options = options_for(spec, **flags)
-    return evaluation.open_eval_set(options, 8), options
+    return evaluation.open_eval_set(options, 8, content), options
 
 
 def make_folders(root, names=COLOURS, n=2, broken=("broken.png",)):
@@ -657,8 +657,18 @@ def test_negatives_are_measured_on_sugarcrepes_files(tmp_path):
     write_files(tmp_path / "coco", {"a.json": '{"annotations": [{"caption": "a dog"}]}'})
     assert not evaluation.sugarcrepe_files(tmp_path / "coco")
     write_files(tmp_path / "folders", {"red/0.png": "", "index.json": '[{"filename": "0.png"}]'})
+    write_files(tmp_path / "folders", {"blue/0.png": ""})
     data, _ = opened(tmp_path / "folders")
-    assert data.hard_negatives is None and data.groups[""][1] == ["red"]
+    assert data.hard_negatives is None and data.groups[""][1] == ["blue", "red"]
+
+
+def test_captions_with_boxes_are_captions_unless_a_detector_asks(tmp_path):
+    rows = [dict(image="0.png", caption="red", bbox=[0, 0, 2, 2])]
+    write_files(tmp_path, {"a.json": json.dumps(rows), "0.png": picture(format="PNG")})
+    data, _ = opened(tmp_path / "a.json")
+    assert [texts for _, texts in data.captioned("test")] == [["red"]] and not data.boxes
+    with pytest.raises(common.UserError, match="a.json is no JSON of boxes as COCO or LVIS"):
+        opened(tmp_path / "a.json", "boxes")
 
 
 def test_active_words_of_images_and_captions_are_counted(tmp_path):
@@ -759,9 +769,10 @@ def test_kmeans_draws_classes_and_clusters_their_images(tmp_path):
     labels = torch.arange(3).repeat(4)
     found = bam.clustering((labels == 0)[:, None].float(), labels)
     assert found["2/NMI"] == pytest.approx(found["2/ARI"]) and 0.2 < found["2/NMI"] < 0.9
-    for name, more in ("single", dict(n=1)), ("one", dict(names=["red"])):
+    for flags in {"n": 1}, {"n": 4, "limit": 1}:  # an image a class, and one class
         with pytest.raises(common.UserError, match="^k-means needs two classes"):
-            evaluation.kmeans(embedder(), *opened(make_folders(tmp_path / name, **more)))
+            folders = make_folders(tmp_path / str(flags["n"]), n=flags.pop("n"))
+            evaluation.kmeans(embedder(), *opened(folders, **flags))
 
 
 def test_share_on_is_the_share_of_weights_on_an_object():

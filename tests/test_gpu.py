@@ -176,7 +176,8 @@ def test_an_evaluation_equals_the_cpus(run_of, name):
         torch.manual_seed(0)
         embedder, args = evaluation.load_run(run_of(name), device)
         options = evaluation.options_of({"task": TASKS[name], "data": args.data}, args)
-        data = evaluation.open_eval_set(options, args.image_size, embedder.model.encode_text)
+        content = evaluation.METHODS[args.method].content(args)
+        data = evaluation.open_eval_set(options, args.image_size, content)
         figures.append(evaluation.evaluate(embedder, data, options))
         found = [embedder.images([image])]
         found += [] if name == "bam" else [embedder.texts([text])]

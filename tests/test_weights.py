@@ -189,8 +189,11 @@ def test_a_file_that_cannot_be_read_is_named_with_torchs_reason(tmp_path, monkey
     with pytest.raises(UserError, match="ViT-B-32.pt cannot be read: .*TorchScript.* another file"):
         common.load_checkpoint(tmp_path / "ViT-B-32.pt")
     monkeypatch.setattr(torch, "load", lambda *args, **options: bytearray(10**18))
-    with pytest.raises(UserError, match="last.pt cannot be read: MemoryError. Remedy: begin"):
-        common.load_checkpoint("last.pt")
+    for content, remedy in (None, "give another file"), (b"", "begin a new run"):
+        if content is not None:
+            (tmp_path / "last.pt").write_bytes(content)
+        with pytest.raises(UserError, match=f"last.pt cannot be read: MemoryError. Remedy: {remedy}"):
+            common.load_checkpoint(tmp_path / "last.pt")
 
 
 TIMM_NAMES = [("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
@@ -254,6 +257,9 @@ def made_up_timm(vit):
                           | {"teacher.proj_head.0.bias": torch.ones(2)}, "epoch": 3},
     lambda state, other: {"model": prefixed("_orig_mod.module.backbone.", state)},
     lambda state, other: state | {"fc.weight": torch.ones(2), "head_dist.bias": torch.ones(2)},
+    lambda state, other: {"model": state | {                            # MAE's file
+        "mask_token": torch.ones(2), "decoder_pos_embed": torch.ones(2),
+        "decoder_blocks.0.norm1.weight": torch.ones(2)}},
     lambda state, other: {"state_dict": prefixed("backbone.", state)    # solo-learn's file
                           | prefixed("momentum_backbone.", other)
                           | {"projector.0.weight": torch.ones(2), "queue": torch.ones(2)}},
