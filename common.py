@@ -118,9 +118,21 @@ def explained(kinds, what, remedy=""):
 
 def prepare_output():
     """Print each line at once. Print a backslash escape for a character that the terminal cannot
-    show, because an unusual file name must not end a run."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # a closed stream is None
+    show, because an unusual file name must not end a run. A closed stream is None. The streams of
+    a notebook have no `reconfigure`."""
+    for stream in filter(lambda stream: hasattr(stream, "reconfigure"), (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
+        stream.write = functools.partial(write_or_drop, stream, stream.write)
+
+
+def write_or_drop(stream, write, text):
+    """Write a text. If nobody can read the stream any more, the text and all later texts are
+    dropped: neither `| head`, a closed terminal nor a full disk must end a run. log.jsonl and
+    evals.jsonl have the figures."""
+    try:
+        return write(text)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def parse_spec(spec):
@@ -1072,7 +1084,6 @@ def merge_pair(pieces, pair, merged):
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff",
                   ".jpe", ".jfif", ".avif")
-ORIENTATION = ExifTags.Base.Orientation
 # {number of an orientation in EXIF: how to turn the image upright}
 TURNS = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180,
          4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
@@ -1234,7 +1245,7 @@ def to_rgb(image):
     image.load()  # Pillow turns a TIFF while it decodes the file, and then drops the orientation
     orientation = 1
     with contextlib.suppress(Exception):  # EXIF may be damaged although the pixels are intact
-        orientation = image.getexif().get(ORIENTATION, 1)
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     if orientation in TURNS:
         image = image.transpose(TURNS[orientation])
     # For images of 16 bits, 32 bits or floats, convert() of PIL would cut all values at 255.
@@ -1683,13 +1694,10 @@ class CaptionTable:
         """The path of image i."""
         return self.paths[i].encode("latin-1").decode(errors="surrogatepass")
 
-    def captions_of(self, i):
-        """The list of the captions of image i."""
-        return self.captions[self.first[i] : self.first[i + 1]].tolist()
-
     def value(self, i, content):
         """The label of image i, or the list of its captions."""
-        return int(self.labels[i]) if content == "label" else self.captions_of(i)
+        start, end = self.first[i : i + 2]
+        return int(self.labels[i]) if content == "label" else self.captions[start:end].tolist()
 
     def each(self, content, limit=None):
         """Yield (path, value) of every image, for an evaluation. limit: the number of images. A

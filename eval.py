@@ -1967,20 +1967,16 @@ def classification(embedder, data, options):
 # The task `detection` is for detectors alone.
 
 
-def query_embeddings(embedder, data):
-    """Embeddings of the classes of data.boxes (C, E). In the code of OWL-ViT, the logit of a class
-    is the mean of the logits of its prompts. The mean embedding of the prompts has this logit."""
-    x = embedder.texts(data.classes.prompts)
-    return x.unflatten(0, (len(data.classes.names), -1)).mean(1).to(embedder.device)
-
-
 def detection(embedder, data, options):
     """AP of detected boxes: the mean over ten IoUs and over classes with a true box (COCO, LVIS).
 
     The IoUs are .5 to .95. AP_rare is the mean over the rare classes of LVIS. For `shapes`, AP_rare
     is the mean over the pairs of colour and shape that training images never show.
     """
-    queries = query_embeddings(embedder, data)
+    # In the code of OWL-ViT, the logit of a class is the mean of the logits of its prompts. This
+    # logit is that of the mean embedding of the prompts.
+    x = embedder.texts(data.classes.prompts)                                # (C * T, E)
+    queries = x.unflatten(0, (len(data.classes.names), -1)).mean(1).to(embedder.device)
     encode = lambda images: sparc.best_boxes(*embedder.model.detect(images, queries))
     x, truths = embedder.encode_pairs(data.boxes(), encode)                 # (n, k, 6)
     found = []

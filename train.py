@@ -589,7 +589,7 @@ def announce(args, data, model, tokenizer, device, progress):
     params = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"{args.out}: {args.method}, preset {args.preset}, step {progress.step} of {args.steps}")
     print(f"{params:.1f} M parameters on {device}; ranks: {this_rank()[1]}; threads of a rank: "
-          f"{torch.get_num_threads()}; --workers {args.workers}")
+          f"{torch.get_num_threads()}; --workers {args.workers}; --warmup {args.warmup}")
     if isinstance(data, common.CaptionTable):
         print(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
     if tokenizer:
@@ -1154,7 +1154,7 @@ def load_state(args, data, model, scaler, progress, device):
             number == progress.stage and start < max(1, progress.step) <= end
             for number, start, end, _ in stages_of(args)):
         raise UserError(f"{args.out} has made {progress.step} steps, up to stage {progress.stage}. "
-                        "--steps, --epochs, --share-1 or others contradict this: leave them out.")
+                        "--steps, --epochs or others contradict this: omit them, or lower --share-1.")
     return state
 
 
@@ -1261,17 +1261,15 @@ class Clock:
                 "peak_memory_bytes": torch.cuda.max_memory_allocated() or process_memory}
 
 
-LEAST_SCALE = 2.0**-100  # loss scale of fp16 after more than 100 skipped updates in a row
-
-
 def check_finite(args, step, loss, grad_norm, scaler):
     """Raise UserError if the loss or the gradient is not finite, or if fp16 skips every update.
     A check at logged steps is enough, because weights that are NaN stay NaN."""
-    # A gradient in fp16 may overflow. The scaler then skips the update and halves its scale.
+    # A gradient in fp16 may overflow. The scaler then skips the update and halves its scale. The
+    # scale is 2 ** -100 after more than 100 skipped updates in a row.
     if not torch.isfinite(loss if scaler.is_enabled() else loss + grad_norm):
         raise UserError(f"The loss is {loss.item()}, the gradient's norm is {grad_norm.item()} at "
                         f"step {step}: lower --lr, raise --warmup or change --amp.")
-    if scaler.get_scale() < LEAST_SCALE:
+    if scaler.get_scale() < 2.0**-100:
         raise UserError(f"fp16 skipped 100 updates before step {step}: lower --lr or change --amp.")
 
 
@@ -1349,8 +1347,7 @@ def label_texts(labels, classes):
     """Labels (B,) -> names. Shares of classes (B, C), from MixUp or CutMix -> names with shares."""
     if labels.ndim == 1:
         return [classes[label] for label in labels]
-    return [", ".join(f"{row[c]:.2f} {classes[c]}" for c in row.nonzero()[:, 0])
-            for row in labels]
+    return [", ".join(f"{row[c]:.2f} {classes[c]}" for c in row.nonzero()[:, 0]) for row in labels]
 
 
 def evaluate_unnoticed(args, embedder, eval_data, step):

@@ -42,7 +42,7 @@ TOKENIZER = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])
 
 def pairs(source):
     """Return {file name: captions} of a CaptionTable."""
-    return {Path(source.path(i)).name: source.captions_of(i) for i in range(len(source))}
+    return {Path(source.path(i)).name: source.value(i, None) for i in range(len(source))}
 
 
 def stream(source, batch_size=4, seed=0, transform=common.train_transform(8), **options):

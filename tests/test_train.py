@@ -152,7 +152,7 @@ def test_epochs_count_the_images_of_all_batch_sizes(tmp_path, three_epochs, batc
     flags, run = three_epochs
     flags = [*flags, "--out", shutil.copytree(run, tmp_path / "run"), "--resume"]
     if steps is None:
-        with pytest.raises(UserError, match="made 6 steps, .*--epochs.* leave them out"):
+        with pytest.raises(UserError, match="made 6 steps, .*--epochs.* omit them"):
             train_alone([*flags, "--batch", batch, "--epochs", epochs])
         return
     for more, expected in ((["--batch", batch, "--epochs", epochs], steps),
@@ -366,7 +366,7 @@ def test_a_run_shows_and_keeps_the_number_of_its_workers(tmp_path, monkeypatch, 
     monkeypatch.setattr(train, "MOST_WORKERS", 1)
     flags = [*SPARC, "--data", write_table(tmp_path, 16), "--image-size", 16, "--out"]
     train_alone([*flags, tmp_path / "run", "--steps", 1])
-    assert "ranks: 1; threads of a rank: 1; --workers 1\n" in capsys.readouterr().out
+    assert "ranks: 1; threads of a rank: 1; --workers 1;" in capsys.readouterr().out
     monkeypatch.setattr(train, "MOST_WORKERS", 0)
     for more in ([], ["--workers", 0]):
         train_alone([*flags, tmp_path / "run", "--steps", 2, "--resume", *more])
@@ -409,6 +409,20 @@ def test_characters_that_a_terminal_lacks_are_escaped(monkeypatch):
     common.prepare_output()
     print("\u00e9\udcff")
     assert terminal.getvalue() == b"\\xe9\\udcff\n"
+
+
+def test_a_stream_that_nobody_reads_ends_no_run(monkeypatch):
+    """As after `| head`. The streams of a notebook have no `reconfigure`."""
+    reader, writer = os.pipe()
+    monkeypatch.setattr(sys, "stderr", object())
+    with open(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        common.prepare_output()
+        print("read")
+        assert os.read(reader, 99) == b"read\n"
+        os.close(reader)
+        print("not read")
+        print("nor this", flush=True)
 
 
 def test_resume_notices_changed_words_and_changed_data_of_equal_size(tmp_path, capsys):
