@@ -208,7 +208,7 @@ patch_bias=False, eps=1e-«5 => 6» # CLIP ;; CLIP_TOKENS, context=«77 => 76» 
 MAX_WORD = «100 => 10» # BERT ;; ids = ids[: max_length - «2 => 1»] # [CLS] and [SEP] count
 padding_value=«self.pad => self.cls» # padding ;; mark = "«##" if start else " => »" # sub-words
 ids.append(«last + 256 => last») # </w> ;; («-pair_counts => pair_counts»[pair], pair) # the most frequent pair
-== common.py | data | test_details test_data -k "details or order or draft or 16 or jitter or distort or fraction or different_scenes or own_machine"
+== common.py | data | test_details test_data -k "details or order or draft or tiff or 16 or jitter or distort or fraction or different_scenes or own_machine"
 gather_objects(looks)[«this_rank()[0] - number => this_rank()[0]»] # another machine's shards
 v2.RandAugment(2, magnitude=«27 => 9» # 9 of 10
 image.draft("RGB", («min_side, min_side => min_side // 2, min_side // 2»)) # decoded sides
@@ -219,6 +219,7 @@ uniform_(0.1, 2)« * self.image_size / 224 => » # BYOL: sigma for 224 pixels
 x[flipped].flip(«3 => 2») # left and right ;; value[«(epoch + i) => epoch» % len(value)] # captions take turns
 «order[start % size :].tolist => order.tolist»() # a resumed position
 max(1, «round => int»(share * len(of_class))) # shares of classes
+(Path(line).parts[«-2 => -1»:]) for line # a path names one of two images ;; «image.load() => image.mode» # a TIFF is turned once
 with fixed_seed(self.seed, «part,  => »*numbers): # parts draw differently
 mix_seed(self.seed, «self.rank, worker => worker», batches) # ranks draw differently
 self.min_side = «max => min»(decoded_side(view.size # views of two sizes ;; decoded_side(view.size, view.scale[«0 => 1»]) # the smallest crop

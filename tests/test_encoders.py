@@ -14,6 +14,7 @@ from torch.nn.functional import gelu, layer_norm
 from torchvision.models import resnet
 
 import common
+import train
 from helpers import assert_same_with_gradients
 
 WIDTH, HEADS, DEPTH, PATCH, SIZE = 12, 3, 2, 4, 12  # of the tiny ViT: a grid of 3 x 3 patches
@@ -240,3 +241,10 @@ def test_stochastic_depth_drops_rows_only_in_training():
     ("C:/data/a.csv:image=path", "C:/data/a.csv", {"image": "path"})])
 def test_parse_spec_separates_the_name_from_its_settings(spec, name, settings):
     assert common.parse_spec(spec) == (name, settings)
+
+
+def test_views_of_a_resnet_have_any_size():
+    args = train.parse_args(["--method", "bam", "--image-encoder", "ResNet-50", "--image-size",
+                             "48", "--local-size", "20"])
+    views = train.build_transform(args, train.METHODS["bam"], common.ResNet(48, (1, 1, 1, 1)))
+    assert {view.size for view in views.views} == {48, 20}
