@@ -127,8 +127,8 @@ def prepare_output():
 
 def write_or_drop(stream, write, text):
     """Write a text. If nobody can read the stream any more, the text and all later texts are
-    dropped: neither `| head`, a closed terminal nor a full disk must end a run. log.jsonl and
-    evals.jsonl have the figures."""
+    dropped: neither `| head`, a closed terminal nor a full disk must end a run. Trainings and
+    evaluations also write their figures into log.jsonl and evals.jsonl."""
     try:
         return write(text)
     except OSError:
@@ -2097,7 +2097,7 @@ def find_columns(path, columns, image, caption):
     caption = caption or ("title" if "title" in columns else "caption")
     if not {image, caption} <= {*columns}:
         raise UserError(f"{path} has the columns {columns}, not {image} and {caption}: name them "
-                        f"in row 1, give {path}:image=COLUMN,caption=COLUMN, or call it x.token.")
+                        f"in its first row, or give {path}:image=COLUMN,caption=COLUMN.")
     return image, caption
 
 
@@ -2305,8 +2305,8 @@ def open_directory(directory, content, *_):
     # beside other folders, train is a class
     if parts and (parts != ["train"] or classes == parts) or content and len(classes) < 2:
         found = ", ".join([*(parts or classes), *map(os.path.basename, files)][:9]) or "nothing"
-        raise UserError(f"{directory} holds {found}, no classes: give the directory of the class "
-                        f"folders, a table of captions, or '{directory}/*.tar'.")
+        raise UserError(f"{directory} holds {found}, no classes: give the directory of two or more "
+                        "class folders, a table of captions, or shards by 'DIR/*.tar'.")
 
     rows = [left_out("file next to the class folders", path) for path in files]
     rows += rows_of_classes(directory, classes)
@@ -2344,7 +2344,7 @@ def rows_of_images(folder, caption, label=None):
 
 
 # the names of parts of a data set, such as train, val2017
-PART = re.compile(r"(train(ing)?|val(id|idation)?|test(ing)?|dev)([-_]?(\d+|[ab]|set|data|im\w+))?")
+PART = re.compile(r"((train|test)(ing)?|val(id|idation)?|dev)([-_]?(\d+|[ab]|set|data)|[-_]im\w+)?")
 FOLDER_CAPTION = "a photo of {a}."  # {a}: the name of the class with its article
 # the first letters of the names of files that systems and editors create
 HIDDEN = (".", "__MACOSX", "@eaDir")
@@ -2478,8 +2478,9 @@ def label_rows(names, labels, fraction):
     names: the names of the images, None for an image without a name. labels: the labels of the
     images.
     fraction: a number in (0, 1], or a file. The number is the fraction of each class to keep. Each
-    class keeps at least one image. Every call keeps the same images. The file lists image names or
-    paths, one per line. BAM uses such lists of SimCLR, with 1 % and 10 % of ImageNet (Table 4).
+    class keeps at least one image. Every call keeps the same images. The file lists images, one per
+    line: NAME, or a path that ends in FOLDER/NAME. BAM uses such lists of SimCLR, with 1 % and 10 %
+    of ImageNet (Table 4).
 
     Raises UserError if a line of the file does not name exactly one image.
     """
@@ -3273,7 +3274,7 @@ def load_timm(encoder, state_dict):
     has_backbone = any(backbone.search(prefix.match(name)[0]) for name in state)
     for name, value in state.items():
         before, name = prefix.match(name)[0], prefix.sub("", name, 1)
-        is_head = re.match(r"(student|head|fc|classifier|pro[jt]|pred|decoder|mask)\w*(\.|$)", name)
+        is_head = re.match(r"(student|head|fc(?!_)|class|pro[jt]|pred|decoder|mask)\w*(\.|$)", name)
         is_left_over = is_head or (has_backbone and not backbone.search(before))
         (left_over if is_left_over else found)[name] = value
     remedy = ("give a file with timm's names (torchvision's for a ResNet), and its width, depth, "

@@ -885,7 +885,7 @@ def note_useless_flags(options, rows=()):
     if kind_of(options.data).split == "all" or "split" in common.parse_spec(options.data)[1]:
         useless.add("split")
     for flag in filter(useless.__contains__, options.given):
-        print(f"note: {common.flag_of(flag)} {getattr(options, flag)} has no effect here")
+        print(f"note: {common.flag_of(flag)} has no effect here")
 
 
 @dataclasses.dataclass

@@ -1154,7 +1154,7 @@ def load_state(args, data, model, scaler, progress, device):
             number == progress.stage and start < max(1, progress.step) <= end
             for number, start, end, _ in stages_of(args)):
         raise UserError(f"{args.out} has made {progress.step} steps, up to stage {progress.stage}. "
-                        "--steps, --epochs or others contradict this: omit them, lower --share-1.")
+                        "--steps, --epochs, --share-1 contradict this: omit them, or give others.")
     return state
 
 

@@ -426,9 +426,7 @@ DEPARTURES = (
     "Most runs use the preset `tiny`, which departs from the papers. SPARC keeps normalised "
     "similarities of at least .9, gives its fine-grained loss the weight .1, and has a skip "
     "connection in its patch head h_v. STAIR trains with AdamW, and passes gradients to words of "
-    "the caption that have weight 0. BAM has no teacher and no ContrastiveCrop. Linear probes chose "
-    "their settings on random images; today's eval.py holds out images of each class, which moves "
-    "their figures a little.")
+    "the caption that have weight 0. BAM has no teacher and no ContrastiveCrop.")
 
 
 def results():

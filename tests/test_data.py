@@ -933,7 +933,7 @@ def test_class_folders_give_classes_labels_and_captions(tmp_path):
     ("train val", True), ("train2017 val2017", True), ("train val unlabeled2017", True),
     ("Training other", True), ("cat test-a", True), ("train", True), ("bus car train", False),
     ("training_set test_set", True), ("Test_data Train_data", True), ("test_images train", True),
-    ("training_shoe cat", False), ("contest valley", False)])
+    ("training_shoe cat", False), ("contest valley", False), ("cat testimony", False)])
 def test_parts_of_a_data_set_are_no_classes(tmp_path, folders, refused):
     write_files(tmp_path, {f"{name}/1.jpg": picture() for name in folders.split()})
     for content in ("caption", "label", None):
