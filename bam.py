@@ -854,8 +854,8 @@ class ClassifierConfig:
     # FILE of class names for shards, one name a line. The first line names label 0. Class folders
     # and shapes have names of their own
     classes: list | None = None
-    # labels to train on: a fraction of each class in (0, 1], or a FILE of image names. Without this
-    # flag all labels
+    # labels to train on: a fraction of each class in (0, 1], or a FILE of image names or paths.
+    # Without this flag all labels
     label_fraction: str | None = None
     smoothing: float = 0.1  # label smoothing, < 1, 0.1 in DeiT's code
     mixup: float = 0.8  # alpha of MixUp, 0.8 in DeiT's code. With 0 there is no MixUp

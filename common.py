@@ -127,7 +127,7 @@ def prepare_output():
 
 def write_or_drop(stream, write, text):
     """Write a text. If nobody can read the stream any more, the text and all later texts are
-    dropped: neither `| head`, a closed terminal nor a full disk must end a run. Trainings and
+    dropped: neither `| head`, a closed terminal nor a full disk may end a run. Trainings and
     evaluations also write their figures into log.jsonl and evals.jsonl."""
     try:
         return write(text)
@@ -2175,7 +2175,7 @@ def read_json(path, image, caption):
         for image in data["images"]:  # Karpathy
             name = os.path.join(image.get("filepath", ""), image["filename"])
             for sentence in image["sentences"]:
-                yield Sample(name, sentence["raw"], split=image["split"])
+                yield Sample(name, sentence["raw"], split=image["split"] or "")
 
 
 def by_id(path, part, rows):
@@ -2493,12 +2493,12 @@ def label_rows(names, labels, fraction):
             of_class = generator.permutation(np.flatnonzero(labels == label))
             rows += of_class[: max(1, round(share * len(of_class)))].tolist()
         return sorted(rows)
-    # a line is the name of a file, or ends in FOLDER/NAME, where folders have files of equal names
+    # the folder of a line tells files of equal names apart
     lines = read_list(fraction, "--label-fraction (number or file)")
     wanted = {"/".join(Path(line).parts[-2:]) for line in lines}
-    ends = [{"/".join(Path(name or "").parts[-n:]) for n in (1, 2)} for name in names]
-    rows = [i for i, end in enumerate(ends) if wanted & end]
-    missing = len(wanted.difference(*ends))
+    ends = lambda path: {"/".join(path.parts[-n:]) for n in (1, 2)}  # NAME and FOLDER/NAME
+    rows = [i for i, name in enumerate(names) if wanted & ends(Path(name or ""))]
+    missing = len(wanted.difference(*(ends(Path(names[i])) for i in rows)))
     if missing or len(rows) > len(wanted):
         raise UserError(f"--label-fraction {fraction} lists {len(wanted)} names. The data lack "
                         f"{missing} of them, and have {len(rows)} images with these names: each "
@@ -3274,7 +3274,7 @@ def load_timm(encoder, state_dict):
     has_backbone = any(backbone.search(prefix.match(name)[0]) for name in state)
     for name, value in state.items():
         before, name = prefix.match(name)[0], prefix.sub("", name, 1)
-        is_head = re.match(r"(student|head|fc(?!_)|class|pro[jt]|pred|decoder|mask)\w*(\.|$)", name)
+        is_head = re.match(r"student|head|fc(?!_)|classif|pro[jt]|pred|decoder|mask", name)
         is_left_over = is_head or (has_backbone and not backbone.search(before))
         (left_over if is_left_over else found)[name] = value
     remedy = ("give a file with timm's names (torchvision's for a ResNet), and its width, depth, "

@@ -732,7 +732,7 @@ class Flags:
     # current directory for SugarCrepe
     image_root: str | None = None
     # split of --data, if the data have splits. Without --split the split is val for Pascal VOC and
-    # DAVIS, and test for other data
+    # DAVIS, and test for other data. --data FILE:split=NAME overrides --split
     split: str | None = None
     # largest number of samples for each task and picture, > 0. The samples of class folders and of
     # labelled shards are random. Other data give their first samples. Without --limit all samples
@@ -768,8 +768,8 @@ class Flags:
     # --train-data they learn from the split train of --data. If --data has no such split, they
     # learn from the training data of the run
     train_data: str | None = None
-    # labels that k-NN and probes learn from: a fraction of each class, or a file with an image name
-    # on each line. Without --label-fraction they learn from all labels
+    # labels that k-NN and probes learn from: a fraction of each class, or a file with the name or
+    # the path of an image on each line. Without --label-fraction they learn from all labels
     label_fraction: str | None = None
     # how the linear probe is trained. adamw: as in SPARO (C.1). sgd: as in BAM (D.1). lbfgs: by
     # logistic regression, as in the transfer learning of BAM (D.3). Without --probe the value is
