@@ -508,17 +508,18 @@ class TextTransformer(Encoder):
 class ResNet(resnet.ResNet):
     """torchvision's ResNet without its head: images (B, 3, H, W) -> tokens (B, h * w, width).
 
-    h = H / 32 and w = W / 32. Each position of the last feature map becomes a token, so that a
-    method can use a ResNet like a ViT. blocks: the numbers of blocks of the four stages. pixels:
+    h = H / 32 and w = W / 32, rounded up. Each position of the last feature map becomes a token, so
+    that a method can use a ResNet like a ViT. blocks: the numbers of blocks of the four stages. pixels:
     see Pixels.
 
-    To add an image encoder, write a class with the members image_size, grid (the number of tokens
-    of a side), width, cls, norm, pixels and left_out, and add a row to IMAGE_ENCODERS. Use
+    To add an image encoder, write a class with the members image_size, patch_size, grid (the number
+    of tokens of a side), width, cls, norm, pixels and left_out, and add a row to IMAGE_ENCODERS. Use
     BatchNorm of this file, because torch's BatchNorm2d has other statistics on each rank. If an
     argument is a tuple, add its name to encoder_settings.
     """
 
-    left_out = 0  # methods replace blocks of transformers only
+    left_out = 0     # methods replace blocks of transformers only
+    patch_size = 32  # a token stands for this many pixels of a side
 
     def __init__(self, image_size=224, blocks=(3, 4, 6, 3), pixels=""):
         super().__init__(resnet.Bottleneck, list(blocks), norm_layer=BatchNorm)
@@ -1489,7 +1490,7 @@ class Sample(NamedTuple):
     name: str = ""             # the name of the sample in messages: a path, "shard:key"
     number: int | None = None  # row in a table, label of an image, or place of a key in a shard
     problem: str = ""          # why the sample is left out; problems are counted by this text
-    split: str = ""            # the split of a row; a row with "" belongs to every split
+    split: str = ""            # the split of a row; a row with "" or None belongs to every split
 
 
 # errors of a network disk that often go away after seconds
@@ -1650,8 +1651,8 @@ class CaptionTable:
         captions, labels, self.skipped = defaultdict(list), [], {}
         names, self.annotations, directory = 0, 0, str(Path(root or name))
         for row in usable(itertools.starmap(Sample, rows), self.skipped):
-            splits.add(row.split)
-            if row.split not in kept:
+            splits.add(of_row := str(row.split or "").strip())
+            if of_row not in kept:
                 continue
             path = os.path.join(root, row.file)
             if "//" in path or "/./" in path or path.startswith("./"):  # Path() is slow
@@ -1669,7 +1670,7 @@ class CaptionTable:
                 else:
                     count_problem(left_out("empty caption", path), self.skipped)
         if not captions:
-            found = ", ".join(f":split={x}" for x in sorted(map(str, splits - {""}))[:9]) or "none"
+            found = ", ".join(f":split={x}" for x in sorted(splits - {""})[:9]) or "none"
             raise UserError(f"{name} has no image that can be used in the split {split} (splits: "
                             f"{found}; left out: {describe_skipped(self.skipped) or 'nothing'}).")
 
@@ -2125,7 +2126,7 @@ def read_table(path, image, caption):
                             raise csv.Error("it joins rows")
                 seen.clear()
                 if len(cells) == len(columns) and cells[i]:
-                    yield Sample(cells[i], cells[j], split="" if k is None else cells[k].strip())
+                    yield Sample(cells[i], cells[j], split="" if k is None else cells[k])
                 elif cells:  # an empty line is no row
                     yield left_out(BROKEN_ROW, f"{path}, line {rows.line_num + 1}")
         except csv.Error as error:  # csv also raises it for a cell of more than 131,072 characters
@@ -2158,7 +2159,7 @@ def read_json(path, image, caption):
             image, caption = find_columns(path, [*data[0]], image, caption)
             for number, row in enumerate(data, 1):
                 if row.get(image):
-                    yield Sample(str(row[image]), row.get(caption), split=row.get("split") or "")
+                    yield Sample(str(row[image]), row.get(caption), split=row.get("split"))
                 else:
                     yield left_out("row without an image", f"{path}, row {number}")
             return
@@ -2175,7 +2176,7 @@ def read_json(path, image, caption):
         for image in data["images"]:  # Karpathy
             name = os.path.join(image.get("filepath", ""), image["filename"])
             for sentence in image["sentences"]:
-                yield Sample(name, sentence["raw"], split=image["split"] or "")
+                yield Sample(name, sentence["raw"], split=image["split"])
 
 
 def by_id(path, part, rows):
@@ -2216,7 +2217,7 @@ def formats(on_ranks=False, image_size=48):
         Format([".json", ".jsonl"], functools.partial(open_table, read_json), columns,
                "FILE.json of COCO or Karpathy[:split=NAME], FILE.json or .jsonl of rows"),
         Format([".token"], functools.partial(open_table, read_token_file), {},
-               "FILE.token of Flickr"),
+               "FILE.token of Flickr, or Flickr8k.token.txt"),
         Format(["/"], open_directory, {},
                "DIR of class folders, or of any images for BAM and DINO")]
 
@@ -2259,7 +2260,8 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
     """
     name, settings = parse_spec(spec)
     is_directory = name != "shapes" and look_at(name) == "directory"
-    ending = "/" if is_directory else Path(name).suffix.lower() or name
+    plain = name.lower().replace(".token.txt", ".token")  # Flickr8k.token.txt
+    ending = "/" if is_directory else Path(plain).suffix or name
     kind = next((row for row in formats(on_ranks, image_size) if ending in row.endings), None)
     if kind is None:
         problem = "is a file of an unknown format" if look_at(name) else "does not exist"
@@ -2411,7 +2413,8 @@ def class_names(folders, file=None):
         the file (--classes) holds               class i is called
         ---------------------------------------  -----------------------------------
         the folders' names, in any order         like folder i, as the line writes it
-        NUMBER NAME for each folder NUMBER       NAME (ImageNet's LOC_synset_mapping.txt)
+        NUMBER NAME for each folder NUMBER       NAME (ImageNet's LOC_synset_mapping.txt, of which
+                                                 only the lines of the folders are read)
         one name for each folder                 line i
         no file: 1,000 numbers of ImageNet       as in torchvision
         no file: names                           like folder i
@@ -2420,7 +2423,9 @@ def class_names(folders, file=None):
     ImageNet instead of a name, because a text encoder does not know these numbers.
     """
     if file:
-        names = read_lines(file, "--classes")
+        names, plain = read_lines(file, "--classes"), [*map(plain_name, folders)]
+        named = [name for name in names if plain_name(name) in plain]
+        names = named if len(named) == len(folders) else names
         if len(names) != len(folders):
             raise UserError(f"{file} has {len(names)} names for {len(folders)} folders: name each.")
         if places := match_names(names, folders):
@@ -2428,7 +2433,6 @@ def class_names(folders, file=None):
             return [re.sub(r"^n\d{8} +", "", line.replace("_", " ")) for line in lines], str(file)
 
         # A file in another order than the folders would name the classes wrongly.
-        plain = [*map(plain_name, folders)]
         for folder, name in zip(plain, map(plain_name, names)):
             if name != folder and name in plain:
                 raise UserError(f"{file} gives the folder {folder} the name of another, {name}: "
@@ -3595,9 +3599,6 @@ class World:
 
         objects: exact number of objects of each scene; None for 1 to `self.objects`.
         """
-        heldout = torch.zeros(8, 8, dtype=torch.bool)
-        for colour, shape in self.heldout_pairs:
-            heldout[colour, shape] = True
         parts, kept = [], 0
         while kept < n:
             # A hash decides the split of a scene. So scenes of all splits are drawn, and only those
@@ -3607,7 +3608,9 @@ class World:
             scene = self.draw(m, generator, objects, self.together if split == "train" else 0)
             keep = self.in_split(scene, split)
             if split == "train":
-                keep &= ~(scene["present"] & heldout[scene["colour"], scene["shape"]]).any(1)
+                kinds = 8 * scene["colour"] + scene["shape"]
+                is_heldout = ~torch.isin(kinds, torch.tensor(self.trained))
+                keep &= ~(scene["present"] & is_heldout).any(1)
             parts.append({name: value[keep] for name, value in scene.items()})
             kept += int(keep.sum())
         return {name: torch.cat([part[name] for part in parts])[:n] for name in parts[0]}

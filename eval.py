@@ -539,10 +539,8 @@ class Embedder:
             maps, found["words"] = over_image, over_text.cpu().numpy()      # (n, [1 +] P), (n, L)
         else:
             maps = model.word_maps(x, ids=tokens[0])[0].T                   # (L, [1 +] P)
-        encoder = model.image_encoder
-        has_cls = encoder.cls is not None and not model.align_words
-        grid = [side * encoder.grid // encoder.image_size for side in x.shape[2:]]
-        maps = maps[:, int(has_cls) :].unflatten(1, grid)                   # (n, h, w)
+        grid = [math.ceil(side / model.image_encoder.patch_size) for side in x.shape[2:]]
+        maps = maps[:, -math.prod(grid) :].unflatten(1, grid)               # (n, h, w), no [CLS]
         return found | {"patches": maps.cpu().numpy()}
 
     def encode_batches(self, batches, encode="encode_image"):
@@ -555,8 +553,7 @@ class Embedder:
         read, and the list of the n values of these images. collect(parts) joins the encodings of
         many parts. read(file, number of the pair) -> image. Without `read` the image is a centre
         crop."""
-        centre = lambda image, number: image if torch.is_tensor(image) else self.read(image)
-        values, read = [], read or centre
+        values, read = [], read or (lambda image, number: self.read(image))
 
         def attempt(row):
             number, (file, value) = row
@@ -951,7 +948,7 @@ class FileSet(EvalSet):
             self.captioned = each
         else:
             self.labelled = each
-        if len(source.classes or ()) > 1:  # one class tells nothing
+        if source.classes:
             self.groups = {"": (torch.arange(len(source.classes)), source.classes)}
 
     @functools.cached_property  # names may be missing, and only tasks with text need them
@@ -1026,16 +1023,17 @@ def open_winoground(options, *_):
 
 
 def sugarcrepe_files(directory):
-    """The JSON files of a directory with a field of SugarCrepe in their first 4,000 bytes."""
+    """The JSON files of a directory with a field of SugarCrepe in their first 4,000 bytes. One file
+    may take the place of the directory."""
     is_directory = common.look_at(directory) == "directory"
-    files = common.matching(f"{directory}/*.json") if is_directory else []
+    files = common.matching(f"{directory}/*.json") if is_directory else [directory]
     # other JSON files may be large, so they are not read as a whole
     return [Path(file) for file in files if common.file_holds(file, "negative_caption", 4000)]
 
 
 def open_sugarcrepe(options, *_):
-    """A directory with the files of SugarCrepe, one for each kind of negative -> EvalSet, with at
-    most --limit images. Raises UserError for an item that lacks one of its three fields."""
+    """A directory with the files of SugarCrepe, one for each kind of negative, or one such file ->
+    EvalSet, with at most --limit images. Raises UserError for an item that lacks one of its three fields."""
     root = options.image_root or "."
     # The negatives are grouped by image, so that an image with several negatives is encoded once.
     negatives_of = collections.defaultdict(list)
@@ -1243,6 +1241,8 @@ def open_eval_set(options, image_size, content="caption"):
                         f"{', '.join(splits)}; for --select and --train-data DIR:split=NAME.")
     data = kind.open(options, image_size, content)
     data.image_size, data.options = image_size, options
+    if data.groups and len(data.groups[""][1]) < 2:  # one class tells nothing
+        data.groups = None
     if options.nouns_adjectives:
         words = common.read_list(options.nouns_adjectives, "--nouns-adjectives")
         data.content_words = {word.lower() for word in words}
@@ -1351,8 +1351,7 @@ class WorldSet(EvalSet):
         self.classes = Classes(PAIRS, templates or usual, "shapes")
         self.map_classes = {"/colour": Classes(COLOURS, [f"{{a}} {shape}" for shape in SHAPES]),
                             "/shape": Classes(SHAPES, usual)}
-        self.unseen = torch.arange(64) // 8 >= world.palette
-        self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
+        self.unseen = ~torch.isin(torch.arange(64), torch.tensor(world.trained))
         self.rare_classes = self.unseen.nonzero()[:, 0].tolist()
 
     def scenes(self, purpose):
@@ -1905,9 +1904,8 @@ def video(embedder, data, options):
     2 GB.
     """
     encoder = embedder.model.evaluation_encoder()
-    patch = encoder.image_size // encoder.grid  # a token of a ResNet also stands for a patch
+    patch, found = encoder.patch_size, collections.defaultdict(list)
     encode = lambda frames: encoder(frames)[:, int(encoder.cls is not None) :]  # without [CLS]
-    found = collections.defaultdict(list)
     for frames, truth in progress(data.videos(patch), "videos"):
         truth = truth.to(embedder.device)
         grid = [side // patch for side in next(frames()).shape[1:]]
@@ -2071,7 +2069,8 @@ def to_float(found):
 
 BRIGHTNESS = ("Brightness shows the weight of a patch: black is 0, full brightness is the largest "
               "weight of the map.")
-STOP_WORDS = set("a an the and of in on at to by with from for is are it its his her".split())
+STOP_WORDS = {*"a an the and of in on at to by with from for as is are it its his her".split(),
+              "next", "well"}
 
 
 def draw_text(string, width, size=13, colour="black"):

@@ -108,8 +108,8 @@ class Config:
     # cannot change. `--resume auto` starts a new run if --out has no checkpoint. With other --steps
     # the learning rate continues as in a run that has had these --steps from the start
     resume: bool = False
-    # checkpoint in --out that --resume continues from, for example step-10000.pt. Lines of later
-    # steps are deleted from log.jsonl. The next save overwrites last.pt
+    # checkpoint in --out that --resume continues from, for example step-10000.pt. The checkpoint
+    # replaces last.pt at once, and lines of later steps are deleted from log.jsonl
     checkpoint: str = "last.pt"
     # directory of a run whose encoders this run fine-tunes. --method classifier, the default,
     # trains the image encoder on labelled images (BAM, Table 3). --method detector trains both
@@ -257,6 +257,8 @@ def train(args, out, device):
     progress.check_ranks(data.annotations, scaler)
     if out:
         announce(args, data, model, tokenizer, device, progress)
+        if args.checkpoint != "last.pt":
+            common.write_file(out / "last.pt", saved)
         write_run(args, tokenizer, out, progress.step)
     log, stop, clock, batches = Log(args, out, progress.step), Stop(), Clock(), None
     if common.gather_objects(log.last < progress.record.get("step", 0))[0]:  # killed after a save
@@ -713,8 +715,8 @@ def choose_labels(args, data):
     to the names of the classes."""
     given = args.classes  # names of --classes, or of the resumed run
     args.classes = list(data.classes or given or ())
-    if not args.classes:
-        raise UserError(f"The classes of {args.data} have no names: give --classes FILE.")
+    if len(args.classes) < 2:
+        raise UserError(f"{args.data} needs names of two or more classes: give --classes FILE.")
     if given not in (None, args.classes):
         raise UserError(f"The classes of {args.data} are {', '.join(args.classes)}, not "
                         f"{', '.join(given)}: leave out --classes, or give the run's data.")
@@ -869,8 +871,7 @@ def check_first_batch(args, batch):
     twice, because a contrastive loss would take the copy as a negative."""
     if METHODS[args.method].content(args) in ("label", "boxes"):
         return
-    ranks = common.gather_objects(batch.get("samples", torch.empty(0)).tolist())
-    samples = sum(ranks, [])
+    samples = sum(common.gather_objects(batch.get("samples", torch.empty(0)).tolist()), [])
     again = len(samples) - len(set(samples))
     if again:
         raise UserError(f"{again} of the {args.batch} samples of the first batch are in it twice: "
@@ -1286,8 +1287,7 @@ def measure(args, model, batch, autocast, outputs, grad_norm):
     with autocast():
         scalars = outputs | model.diagnose(batch) | {"grad_norm": grad_norm}
     model.train()
-    patches = model.image_encoder.grid**2
-    chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
+    chance_loss = model.chance_loss(args.batch, batch.get("mask"), model.image_encoder.grid**2)
     return {name: x.item() for name, x in scalars.items()} | {"chance_loss": chance_loss}
 
 

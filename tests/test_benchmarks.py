@@ -76,6 +76,9 @@ def test_knn_and_slots_learn_from_the_split_train_or_from_the_one_that_is_named(
         "0.png": plain("red"), "0.cls": "1", "1.png": plain("blue"), "1.cls": "2",
         "2.png": plain("green"), "2.cls": "0"})
     make_folders(tmp_path / "folders")
+    write_split(tmp_path / "one/test", {"0.png": plain("blue"), "0.cls": "0"})
+    write_files(tmp_path / "one", {"classnames.txt": "sky\n"})
+    assert opened(tmp_path / "one")[0].groups is None  # one class tells nothing
     data, options = opened(spec, learn_limit=4)
     assert options.train_data == spec and len(list(data.learn())) == 4
     assert evaluation.knn(embedder(), *opened(spec))["knn"][0] == 1
@@ -214,10 +217,12 @@ def test_labels_of_shards_match_class_folders_only_if_their_order_is_known(
 
 
 def test_classes_of_imagenet_are_known_by_their_numbers(tmp_path):
-    folders = ["n01440764", "n01443537"]
-    (tmp_path / "names.txt").write_text("n01443537 goldfish\nn01440764 tench, Tinca tinca\n")
-    names, _ = common.class_names(folders, tmp_path / "names.txt")
-    assert names == ["tench, Tinca tinca", "goldfish"]
+    """ImageNet-A has 200 of the 1,000 classes that the file names."""
+    folders, lines = ["n01440764", "n01443537"], "n01443537 goldfish\nn01440764 tench, Tinca tinca\n"
+    for more in "", "n02119789 kit fox\n":
+        (tmp_path / "names.txt").write_text(more + lines)
+        names, _ = common.class_names(folders, tmp_path / "names.txt")
+        assert names == ["tench, Tinca tinca", "goldfish"]
     assert common.match_names(["n01443537 goldfish", "n01440764 tench"], folders) == [1, 0]
     for lines in "Red\nBlue\nSky\n", "red\nred\nblue\n":  # labels would get another's class
         (tmp_path / "names.txt").write_text(lines)

@@ -118,6 +118,7 @@ def captions_of_samples(source, n, seed=0, part=0, parts=1, start=0):
      '{"file": "y.jpg", "caption": "b", "split": "val"}', {"x.jpg": ["a"]}),
     ("a.token", '\ufeffx.jpg#0\tA dog .\r\nx.jpg#1\tone\u2028two\r\n\r\ny#1.jpg#0\tB\n',
      {"x.jpg": ["A dog .", "one\u2028two"], "y#1.jpg": ["B"]}),
+    ("Flickr8k.token.txt", "x.jpg#0\tA dog .\nx.jpg#1\ttwo\n", {"x.jpg": ["A dog .", "two"]}),
 ])
 def test_a_table_gives_the_captions_of_each_image(tmp_path, name, text, expected):
     (tmp_path / name.partition(":")[0]).write_bytes(text.encode())
@@ -280,7 +281,7 @@ def test_what_holds_for_rows_holds_in_every_format(tmp_path, form):
 def test_an_empty_split_of_a_row_belongs_to_every_split(tmp_path):
     """pandas writes an empty cell as null into JSON. Kaggle's table of Flickr30k has "| "."""
     rows = [dict(image=f"{name}.jpg", caption="a dog", split=split)
-            for name, split in zip("xyz", ("train", None, "test"))]
+            for name, split in zip("xyz", (" train", None, "test"))]
     (tmp_path / "a.json").write_text(json.dumps(rows))
     (tmp_path / "a.csv").write_text("image| caption| split\n" + "".join(
         f"{row['image']}| {row['caption']}| {row['split'] or ''}\n" for row in rows))

@@ -147,7 +147,7 @@ ERRORS = [
      "^No evaluation: .*train.py --eval-data"),
     ("sparc --eval-data broken", "^No evaluation: None of the 2 images could be read: 2 x .*png"),
     ("classifier --data table.csv", "table.csv has no labels: give class folders"),
-    ("classifier --data 000.tar", "classes of 000.tar have no names: give --classes FILE"),
+    ("classifier --data 000.tar", "000.tar needs names of two or more classes: give --classes FILE"),
     ("classifier --data 000.tar --classes names.txt --label-fraction .1", "needs class folders"),
     ("classifier --data photos --classes names.txt", "classes of photos are blue, red, not one, two"),
     ("classifier --data photos --label-fraction 10%", r"\(number or file\) 10% cannot be read"),

@@ -650,10 +650,12 @@ def test_negatives_are_measured_on_sugarcrepes_files(tmp_path):
     twice = "red", "blue"  # an item that stands in a file twice counts once
     write_files(tmp_path, {"swap_att.json": sugarcrepe(twice, ("blue", "red"), twice),
                            "add_obj.json": sugarcrepe(("red", "red"))})
-    data, options = opened(tmp_path, image_root=str(tmp_path))
-    result = evaluation.evaluate(embedder(), data, options)
     expected = {"negatives/swap_att": 1, "negatives/add_obj": 0, "negatives": 0.5}  # ties are wrong
-    assert result == expected | {f"{metric}/chance": 0.5 for metric in expected}
+    alone = {"negatives/swap_att": 1, "negatives": 1}  # one file
+    for name, expected in (".", expected), ("swap_att.json", alone):
+        data, options = opened(tmp_path / name, image_root=str(tmp_path))
+        result = evaluation.evaluate(embedder(), data, options)
+        assert result == expected | {f"{metric}/chance": 0.5 for metric in expected}
     write_files(tmp_path / "coco", {"a.json": '{"annotations": [{"caption": "a dog"}]}'})
     assert not evaluation.sugarcrepe_files(tmp_path / "coco")
     write_files(tmp_path / "folders", {"red/0.png": "", "index.json": '[{"filename": "0.png"}]'})

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import sys
@@ -739,6 +740,30 @@ def with_milestones(tmp_path_factory, short_runs):
     run = tmp_path_factory.mktemp("milestones") / "stair"
     train_alone([*SMALL["stair"], "--save-every", 99, "--keep-every", 2, "--out", run])
     return run
+
+
+def test_a_checkpoint_to_continue_from_replaces_last_pt_at_once(
+        tmp_path, with_milestones, monkeypatch):
+    """The log is cut at once, too. So a run that is killed before its next save goes on."""
+    run = shutil.copytree(with_milestones, tmp_path / "run")
+    monkeypatch.setattr(train, "open_loader", lambda *_: exec("raise KeyboardInterrupt"))
+    with pytest.raises(KeyboardInterrupt):
+        train_alone(["--resume", "--checkpoint", "step-4.pt", "--out", run])
+    assert torch.load(run / "last.pt")["step"] == read_log(run)[-1]["step"] == 4
+    monkeypatch.undo()
+    train_alone(["--resume", "--out", run])
+    assert read_log(run)[-1]["step"] == torch.load(run / "last.pt")["step"] == 8
+
+
+def test_the_last_line_of_a_training_is_a_command(tmp_path, capsys):
+    """It names --data for a run that no data of its own can evaluate."""
+    write_files(tmp_path, {f"photos/{i}.png": picture(format="PNG") for i in range(16)})
+    files = [*SMALL["bam"], "--data", tmp_path / "photos"]
+    for name, small, flags in ("my run", SPARC, []), ("b", files, ["DATA"]):
+        train_alone([*small, "--steps", 1, "--out", tmp_path / name])
+        _, _, command = capsys.readouterr().out.rpartition("Next: python eval.py ")
+        runs, given = evaluation.parse_args(shlex.split(command))
+        assert runs == [str(tmp_path / name)] and given.get("data", []) == flags
 
 
 def test_files_that_stay_are_written_before_last_pt(tmp_path, monkeypatch):

@@ -121,7 +121,7 @@ def test_maps_are_stretched_before_the_strongest_wins():
 class Colours(nn.Module):
     """An encoder whose tokens name the colour of a patch, behind a [CLS] token."""
 
-    image_size, grid, cls = 160, 2, True  # patches of 80 pixels
+    patch_size, cls = 80, True
     pixels = common.Pixels("")
 
     def forward(self, images):
