@@ -402,7 +402,8 @@ def test_the_task_by_hand(monkeypatch):
     truths = [boxes_of(A, (2, 0, 0, 1, 0.75), size=(1, 0.75)), boxes_of((1, *B[1:])), boxes_of()]
     classes = evaluation.Classes(["red", "green", "blue"], ["{}"])
     data = evaluation.EvalSet(classes=classes, rare_classes=[2])
-    data.boxes = lambda: [(torch.full((3, 8, 8), 4.0 + i), t) for i, t in enumerate(truths)]
+    filled = lambda value: torch.full((3, 8, 8), value, dtype=torch.uint8)
+    data.boxes = lambda: [(filled(4 + i), t) for i, t in enumerate(truths)]
     too_high = boxes_of(A, (2, 0, 0, 1, 1))  # reaches into the padding, which is cut off
     for model in (truths, [too_high, *truths[1:]]):
         result = evaluation.detection(embedder(Finder(model)), data, None)
@@ -412,12 +413,12 @@ def test_the_task_by_hand(monkeypatch):
     wrong = Finder([truths[0], truths[2], truths[1]])
     result = evaluation.detection(embedder(wrong), data, None)
     assert result["detection/AP"].item() == pytest.approx(2 / 3)
-    data.boxes = lambda: [(torch.full((3, 8, 8), 4.0), boxes_of((2, 0, 0, 1, 1)))]
+    data.boxes = lambda: [(filled(4), boxes_of((2, 0, 0, 1, 1)))]
     result = evaluation.detection(embedder(Finder([boxes_of((2, 0, 0, 1, 0.72))])), data, None)
     found = [result[f"detection/{name}"].item() for name in ("AP", "AP50", "AP75")]
     assert found == [pytest.approx(0.5), 1, 0]                              # an IoU of .72
     for absent, k in ((None, 100), ([], 300)):                          # COCO's, LVIS's limit
-        data.boxes = lambda: [(torch.full((3, 8, 8), 4.0), boxes_of(A, absent=absent))]
+        data.boxes = lambda: [(filled(4), boxes_of(A, absent=absent))]
         with monkeypatch.context() as patch:
             patch.setattr(sparc, "average_precisions", lambda found, truths, most: {
                 0: torch.full((10,), float(most))})

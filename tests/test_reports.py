@@ -299,8 +299,8 @@ def test_one_image_and_one_caption_have_maps(run_of, tmp_path, monkeypatch, name
     if name == "stair":
         shown = evaluation.maps_of_words(model, tmp_path / "a.jpg", "a red ring")
         assert [weights.min() for _, weights in shown] == [0, 0, 0]         # black in each map
-    with pytest.raises(RuntimeError, match="multiply"):
-        model.maps(torch.rand(3, 17, 16), "a red ring")
+    # the stem of the encoder rounds 17 / 8 up
+    assert model.maps(torch.rand(3, 17, 16), "a red ring")["patches"].shape[1:] == (3, 2)
     with pytest.raises(common.UserError, match="gone.jpg cannot be read"):
         model.maps(tmp_path / "gone.jpg", "a red ring")
 
