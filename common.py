@@ -1918,7 +1918,7 @@ def look_at_shards(paths, on_ranks):
             return error.strerror
 
     number = local_rank()[0] if on_ranks else 0
-    with ThreadPool(64) as pool:
+    with ThreadPool(min(64, len(paths))) as pool:
         looks = pool.map(look, paths if number == 0 else ())
     return gather_objects(looks)[this_rank()[0] - number] if on_ranks else looks
 
