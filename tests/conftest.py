@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,9 +35,25 @@ if not HAS_GPU():  # then a seed of the CPU would keep a stack for each other ki
         device.manual_seed_all = lambda seed: None
 
 
+# `pytest` without arguments runs these files, half of the work, in a second process.
+SECOND = [f"{Path(__file__).parent}/test_{name}.py"
+          for name in ("contract", "gpu_fake", "memory", "train")]
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "ranks: the test starts several processes. While you change "
                                        'a file, run the fast tests alone: pytest -m "not ranks"')
+    config.second = None
+    if not config.invocation_params.args:
+        config.option.ignore, command = SECOND, [sys.executable, "-m", "pytest", "-q", *SECOND]
+        config.second = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def pytest_sessionfinish(session):
+    if second := session.config.second:
+        output, _ = second.communicate()
+        session.config.get_terminal_writer().write(f"\nThe second process:\n{output}")
+        session.exitstatus = session.exitstatus or second.returncode
 
 
 def pytest_collection_finish(session):

@@ -402,25 +402,16 @@ def test_ranks_wait_for_rank_0s_pictures_and_reset_their_clocks(tmp_path):
     assert kept == other[2] == 1
 
 
-def test_characters_that_a_terminal_lacks_are_escaped(monkeypatch):
-    """Names of files may have any characters."""
-    terminal = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, "ascii"))
-    monkeypatch.setattr(sys, "stderr", None)  # closed
-    common.prepare_output()
-    print("\u00e9\udcff")
-    assert terminal.getvalue() == b"\\xe9\\udcff\n"
-
-
-def test_a_stream_that_nobody_reads_ends_no_run(monkeypatch):
-    """As after `| head`. The streams of a notebook have no `reconfigure`."""
+@pytest.mark.parametrize("stderr", [None, object()])  # closed, of a notebook
+def test_neither_characters_that_a_terminal_lacks_nor_a_dead_stream_end_a_run(monkeypatch, stderr):
+    """Names of files may have any characters. Nobody reads after `| head`."""
     reader, writer = os.pipe()
-    monkeypatch.setattr(sys, "stderr", object())
-    with open(writer, "w") as stream:
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with open(writer, "w", encoding="ascii") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         common.prepare_output()
-        print("read")
-        assert os.read(reader, 99) == b"read\n"
+        print("\u00e9\udcff")
+        assert os.read(reader, 99) == b"\\xe9\\udcff\n"
         os.close(reader)
         print("not read")
         print("nor this", flush=True)
@@ -758,12 +749,12 @@ def test_a_checkpoint_to_continue_from_replaces_last_pt_at_once(
 def test_the_last_line_of_a_training_is_a_command(tmp_path, capsys):
     """It names --data for a run that no data of its own can evaluate."""
     write_files(tmp_path, {f"photos/{i}.png": picture(format="PNG") for i in range(16)})
-    files = [*SMALL["bam"], "--data", tmp_path / "photos"]
-    for name, small, flags in ("my run", SPARC, []), ("b", files, ["DATA"]):
-        train_alone([*small, "--steps", 1, "--out", tmp_path / name])
+    run, files = str(tmp_path / "my run"), [*SMALL["bam"], "--data", tmp_path / "photos"]
+    for small, given in (SPARC, {}), (files, {"data": ["DATA"]}):
+        train_alone([*small, "--steps", 1, "--out", run])
         _, _, command = capsys.readouterr().out.rpartition("Next: python eval.py ")
-        runs, given = evaluation.parse_args(shlex.split(command))
-        assert runs == [str(tmp_path / name)] and given.get("data", []) == flags
+        assert evaluation.parse_args(shlex.split(command)) == ([run], given)
+        shutil.rmtree(run)
 
 
 def test_files_that_stay_are_written_before_last_pt(tmp_path, monkeypatch):
@@ -849,7 +840,8 @@ def test_a_dry_run_ends_with_json(tmp_path, capsys, name):
     has_text = name not in ("dino", "bam", "classifier")
     words = ["--text-encoder", "tiny:vocab_size=9000"] if has_text else []
     flags = [*SMALL[name], *words, "--init-weights", "gone.pt", "--dry-run", "--steps", "9999999999"]
-    train.main(flags)
+    train.main([*flags, "--out", str(tmp_path / "look")])
+    assert [path.name for path in (tmp_path / "look").iterdir()] == ["first-batch.png"]
     args = train.parse_args(flags)
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record.get("vocab_size") == (9000 if has_text else None)
@@ -998,11 +990,6 @@ def test_the_first_batch_shows_what_is_read_cut_and_unknown_and_names_of_labels(
     assert train.label_texts(torch.tensor([1, 0]), ["ring", "star"]) == ["star", "ring"]
     assert train.label_texts(torch.tensor([[0.25, 0.75]]), ["ring", "star"]) == [
         "0.25 ring, 0.75 star"]
-
-
-def test_the_first_batch_is_drawn_by_dry_run(tmp_path):
-    train_alone([*SMALL["sparc"], "--dry-run", "--out", tmp_path / "look"])
-    assert [path.name for path in (tmp_path / "look").iterdir()] == ["first-batch.png"]
 
 
 @pytest.mark.parametrize("kind", ["table", "shards"])
