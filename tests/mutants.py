@@ -223,11 +223,12 @@ max(1, «round => int»(share * len(of_class))) # shares of classes
 with fixed_seed(self.seed, «part,  => »*numbers): # parts draw differently
 mix_seed(self.seed, «self.rank, worker => worker», batches) # ranks draw differently
 self.min_side = «max => min»(decoded_side(view.size # views of two sizes ;; decoded_side(view.size, view.scale[«0 => 1»]) # the smallest crop
-== common.py | names | test_benchmarks test_data test_tokenizer -k "labels_of_shards or imagenet or captions_of_each or splits or wordpiece_gives or limit_draws"
+== common.py | names | test_benchmarks test_data test_tokenizer -k "labels_of_shards or imagenet or captions_of_each or split or wordpiece_gives or limit_draws"
 rows = torch.«randperm(len(self), generator=torch.Generator().manual_seed(0)) => arange(len(self))».tolist() # --limit keeps the first classes
 lines = [names[«places.index(i) => places[i]»] for i in # --classes in another order, the way back
 category«.startswith("Z"):\n            out.append(" ") =>  == "Zs":\n            out.append(" ")\n        elif category[0] == "Z":\n            pass» # U+2028 parts words
 seen.append(line) or line for line in «file => file.read().splitlines(True)») # U+2028 ends no row
+str(row.split or ""«).strip() => )») # blanks around a split ;; if plain_name(name) «in => not in» plain] # ImageNet-A has 200 of the names
 text = " ".join(unicodedata.normalize("NFC", text).split(«) => " ")»).lower() # BPE: U+2028 parts words
 == common.py | schedules | test_details
 (start - end) * 0.5 * (1 «+ => -» math.cos( # half a cosine
@@ -237,7 +238,7 @@ cosine(«step - warmup, steps - warmup => step, steps», peak, 0.0) # after the 
 "weight_decay": «0.0 => weight_decay», "decays": False # norms do not decay
 == common.py | world | test_world test_details test_presets
 "test": range(«9 => 8», 10) # val and test share no scene
-heldout[scene["«colour"], scene["shape => shape"], scene["colour»"]]).any(1) # held-out pairs
+kinds = 8 * scene["«colour"] + scene["shape => shape"] + scene["colour»"] # held-out pairs
 "white": (0.95, 0.95, «0.95 => 0.2») # names of colours
 if c «not in colours => != a["colour"]»]) # a negative that might be true
 if «all => any»(o["size"] == a["size"] for o in alike) # might be true
@@ -283,7 +284,7 @@ compress(pairs(), «rest => held») # crops of the images that are not held out
 for _, label in pairs()]), «10 => 2») # a tenth chooses the rate
 == eval.py | tasks | test_details test_eval -k "details or slots or weights_on or zeroshot or holds_out or vtab or random_crops"
 "slots": (WORLD_N, «"val" => self.split», 8, 1) # slots: val
-torch.arange(64) «// => %» 8 >= world.palette # colours that are not drawn
+self.unseen = «~torch.isin => torch.isin»(torch.arange(64) # classes that training never shows
 accuracies.argsort(«descending=True => ») # the best slots
 tokens.cpu(), over_image[:, :, «-patches: => :patches»] # [CLS] is no patch
 if own is «None or own.equal(objects) => None»: # words that name all objects
@@ -301,12 +302,14 @@ torch.stack(list(ranks.values())).«amin => amax»(0) # the better of colour and
 == eval.py | own | test_benchmarks test_reports -k "winoground_is or relative_paths or have_maps"
 "winoground/text": (text, 1 / «4 => 2») # chance ;; ("data", "eval_data"«, "image_root" => »): # a path of the training
 maps = maps - maps.amin(«1 => 0», keepdim=True) # the lowest score of each word's map
+grid = [«math.ceil => math.floor»(side / model.image_encoder.patch_size # a stem rounds up
 == train.py | ranks | test_train test_data -k "train_otherwise or another_step or reason_for_skipping"
 common.check_ranks({"data": «self.data => 0», # other data ;; "a vocabulary with the hash": «self.words => 0», # other words
 "a last.pt after step": «self.step => 0», # other steps ;; "fp16": «scaler.is_enabled() => False»}) # other precision
     «progress.check_ranks(data.annotations, scaler) => pass»\n    if out: # nothing is compared
 every_rank = «common.gather_objects(common.skipped_by(progress.positions)) => [common.skipped_by(progress.positions)]» # rank 0's samples alone
-== train.py | training | test_details test_train test_stair -k "details or resume or pixels or keep or stages"
+== train.py | training | test_details test_train test_stair -k "details or resume or pixels or keep or stages or replaces_last"
+if args.checkpoint «!= => ==» "last.pt": # the checkpoint that a run continues from replaces last.pt
 step = «progress.step - start => progress.step» # a step counts within its stage
 fresh=«progress.step == start => True» # a resume is not fresh ;; «args.clip_grad or math.inf => math.inf») # clipping
 if args.weight_decay_end is not «None and group["decays"] => None»: # norms
