@@ -361,7 +361,7 @@ class Projector(nn.ModuleList):
             else:
                 nn.init.zeros_(self[-1].bias)
 
-    def forward(self, h, gather=all_ranks):  # h (k, n, d) -> z (k, n, E)
+    def forward(self, h, gather=all_ranks):  # h (k, n, d) or (n, d) -> z (k, n, E) or (n, E)
         for i, layer in enumerate(self):
             if isinstance(layer, nn.Linear) and i > 0:
                 h = self.activation(h)
@@ -378,14 +378,14 @@ class BatchNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(d)) if affine else None
         self.bias = nn.Parameter(torch.zeros(d)) if affine else None
 
-    def forward(self, x, gather):  # x (k, n, d) -> the same shape
+    def forward(self, x, gather):  # x (k, n, d) or (n, d) -> the same shape
         # differs: each view has its own statistics. With statistics over all views, the tiny
         # network learned to tell small views from large ones.
         y = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean = gather(y.mean(1)[None]).mean(0)               # (k, d)
-        y = y - mean[:, None]
-        variance = gather(y.square().mean(1)[None]).mean(0)  # (k, d)
-        y = y * (variance[:, None] + 1e-5).rsqrt()
+        mean = gather(y.mean(-2)[None]).mean(0)               # (k, d)
+        y = y - mean.unsqueeze(-2)
+        variance = gather(y.square().mean(-2)[None]).mean(0)  # (k, d)
+        y = y * (variance.unsqueeze(-2) + 1e-5).rsqrt()
         if self.weight is not None:
             y = y * self.weight + self.bias
         return y.to(x.dtype)

@@ -509,12 +509,12 @@ class ResNet(resnet.ResNet):
     """torchvision's ResNet without its head: images (B, 3, H, W) -> tokens (B, h * w, width).
 
     h = H / 32 and w = W / 32, rounded up. Each position of the last feature map becomes a token, so
-    that a method can use a ResNet like a ViT. blocks: the numbers of blocks of the four stages. pixels:
-    see Pixels.
+    that a method can use a ResNet like a ViT. blocks: the numbers of blocks of the four stages.
+    pixels: see Pixels.
 
     To add an image encoder, write a class with the members image_size, patch_size, grid (the number
-    of tokens of a side), width, cls, norm, pixels and left_out, and add a row to IMAGE_ENCODERS. Use
-    BatchNorm of this file, because torch's BatchNorm2d has other statistics on each rank. If an
+    of tokens of a side), width, cls, norm, pixels and left_out, and add a row to IMAGE_ENCODERS.
+    Use BatchNorm of this file, because torch's BatchNorm2d has other statistics on each rank. If an
     argument is a tuple, add its name to encoder_settings.
     """
 
@@ -1490,7 +1490,7 @@ class Sample(NamedTuple):
     name: str = ""             # the name of the sample in messages: a path, "shard:key"
     number: int | None = None  # row in a table, label of an image, or place of a key in a shard
     problem: str = ""          # why the sample is left out; problems are counted by this text
-    split: str = ""            # the split of a row; a row with "" or None belongs to every split
+    split: str = ""            # the split of a row; "": all splits; None: train
 
 
 # errors of a network disk that often go away after seconds
@@ -1557,8 +1557,8 @@ def with_image(sample, read, *arguments):
         return sample._replace(file=patiently(read, sample.file, *arguments))
     except UserError:  # wrong data, such as a map of unknown classes, end the run
         raise
-    except FileNotFoundError:
-        return left_out("image that does not exist", sample.name)
+    except FileNotFoundError as error:
+        return left_out("image that does not exist", error.filename or sample.name)
     except Exception as error:  # PIL raises errors of any type for damaged files
         problem = problem_of(error, "unreadable image")
         return left_out(problem, f"{sample.name} ({type(error).__name__}: {error!s:.200})")
@@ -1617,12 +1617,12 @@ def clean_captions(value):
 
 def texts_of(cell):
     """A cell of a table -> its texts. A cell with several texts is a list in JSON or Python."""
-    is_list = str(cell).startswith("[") and not re.search(r"['\"]\s+['\"]", str(cell))  # numpy
+    is_list = str(cell)[:1] in "[(" and not re.search(r"['\"]\s+['\"]", str(cell))  # numpy
     for read in (json.loads, ast.literal_eval) if is_list else ():
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             found = read(cell)
-            if isinstance(found, list) and all(isinstance(text, str) for text in found):
-                return found
+            if isinstance(found, (list, tuple)) and all(isinstance(x, str) for x in found):
+                return [*found]
     return [cell]
 
 
@@ -1651,7 +1651,8 @@ class CaptionTable:
         captions, labels, self.skipped = defaultdict(list), [], {}
         names, self.annotations, directory = 0, 0, str(Path(root or name))
         for row in usable(itertools.starmap(Sample, rows), self.skipped):
-            splits.add(of_row := str(row.split or "").strip())
+            of_row = row.split if row.split == "" else str(row.split or "").strip() or "train"
+            splits.add(of_row)
             if of_row not in kept:
                 continue
             path = os.path.join(root, row.file)
@@ -2092,14 +2093,15 @@ def find_columns(path, columns, image, caption):
     """The columns of a table -> the names of the two columns with the images and the captions.
 
     image, caption: these names, if they are given. With "" the columns are filepath and title, as
-    in OpenCLIP, or image and caption, as in Flickr. Raises UserError if a column is missing.
+    in OpenCLIP, or image and caption, as in Flickr. Raises UserError if a column is missing, or if
+    two columns may be meant.
     """
-    image = image or ("filepath" if "filepath" in columns else "image")
-    caption = caption or ("title" if "title" in columns else "caption")
-    if not {image, caption} <= {*columns}:
-        raise UserError(f"{path} has the columns {columns}, not {image} and {caption}: name them "
-                        f"in its first row, or give {path}:image=COLUMN,caption=COLUMN.")
-    return image, caption
+    images = [image] if image else [name for name in ("filepath", "image") if name in columns]
+    texts = [caption] if caption else [name for name in ("title", "caption") if name in columns]
+    if len(images) != 1 or len(texts) != 1 or not {*images, *texts} <= {*columns}:
+        raise UserError(f"{path} has the columns {columns}: call one of them image, one caption, "
+                        f"or give {path}:image=COLUMN,caption=COLUMN.")
+    return images[0], texts[0]
 
 
 def read_table(path, image, caption):
@@ -2113,7 +2115,7 @@ def read_table(path, image, caption):
     with open(path, newline="", encoding="utf-8-sig") as file:
         delimiter, columns = read_header(file)
         i, j = map(columns.index, find_columns(path, columns, image, caption))
-        k = columns.index("split") if "split" in columns else None
+        k = next((k for k, name in enumerate(columns) if name.lower() == "split"), None)
         seen = []  # the lines of a row
         rows = csv.reader((seen.append(line) or line for line in file), delimiter=delimiter)
         try:
@@ -2126,7 +2128,7 @@ def read_table(path, image, caption):
                             raise csv.Error("it joins rows")
                 seen.clear()
                 if len(cells) == len(columns) and cells[i]:
-                    yield Sample(cells[i], cells[j], split="" if k is None else cells[k])
+                    yield Sample(cells[i], cells[j], split="" if k is None else cells[k] or None)
                 elif cells:  # an empty line is no row
                     yield left_out(BROKEN_ROW, f"{path}, line {rows.line_num + 1}")
         except csv.Error as error:  # csv also raises it for a cell of more than 131,072 characters
@@ -2159,7 +2161,7 @@ def read_json(path, image, caption):
             image, caption = find_columns(path, [*data[0]], image, caption)
             for number, row in enumerate(data, 1):
                 if row.get(image):
-                    yield Sample(str(row[image]), row.get(caption), split=row.get("split"))
+                    yield Sample(str(row[image]), row.get(caption), split=row.get("split", ""))
                 else:
                     yield left_out("row without an image", f"{path}, row {number}")
             return
@@ -2237,7 +2239,7 @@ def has_splits(spec):
         return file_holds(name, "split") and not file_holds(name, "annotations")
     reading = explained((OSError, UnicodeError), f"Cannot read {name}")
     with reading, open(name, newline="", encoding="utf-8-sig") as file:
-        return "split" in read_header(file)[1]
+        return "split" in map(str.lower, read_header(file)[1])
 
 
 def open_data(spec, image_root=None, split="train", image_size=48, content="caption",
@@ -2419,34 +2421,32 @@ def class_names(folders, file=None):
         no file: 1,000 numbers of ImageNet       as in torchvision
         no file: names                           like folder i
 
-    Raises UserError if the file does not fit. Also raises UserError if a folder has a number of
-    ImageNet instead of a name, because a text encoder does not know these numbers.
+    Numbers before a name, as in "n02085620-Chihuahua" and "001.Sooty_Albatross", are dropped, and
+    "_" becomes a space. Raises UserError if the file does not fit. Also raises UserError if a class
+    has a number of ImageNet instead of a name, because a text encoder does not know these numbers.
     """
+    names, source, plain = folders, "folders", [*map(plain_name, folders)]
     if file:
-        names, plain = read_lines(file, "--classes"), [*map(plain_name, folders)]
+        names, source = read_lines(file, "--classes"), str(file)
         named = [name for name in names if plain_name(name) in plain]
         names = named if len(named) == len(folders) else names
         if len(names) != len(folders):
             raise UserError(f"{file} has {len(names)} names for {len(folders)} folders: name each.")
         if places := match_names(names, folders):
-            lines = [names[places.index(i)] for i in range(len(folders))]
-            return [re.sub(r"^n\d{8} +", "", line.replace("_", " ")) for line in lines], str(file)
-
+            names = [names[places.index(i)] for i in range(len(folders))]
         # A file in another order than the folders would name the classes wrongly.
         for folder, name in zip(plain, map(plain_name, names)):
             if name != folder and name in plain:
                 raise UserError(f"{file} gives the folder {folder} the name of another, {name}: "
                                 "sort its lines as the folders, or write the folders' names.")
-        return names, str(file)
-
-    numbers = [folder for folder in folders if re.fullmatch(r"n\d{8}", folder)]
-    if len(numbers) == len(folders) == 1000:
+    elif len(folders) == 1000 and all(re.fullmatch(r"n\d{8}", folder) for folder in folders):
         # differs: CLIP and CLIP_benchmark have other names, which --classes can give
-        return ResNet50_Weights.IMAGENET1K_V1.meta["categories"], "torchvision"
-    if numbers:
+        names, source = ResNet50_Weights.IMAGENET1K_V1.meta["categories"], "torchvision"
+    names = [re.sub(r"^(n\d{8}\W+(\d+\W+)?|\d{3}\.)", "", x.replace("_", " ")) for x in names]
+    if numbers := [name for name in names if re.fullmatch(r"n\d{8}", name)]:
         raise UserError(f"The class folder {numbers[0]} has a number of ImageNet instead of a "
                         "name: rename the folder. eval.py also takes names by --classes FILE.")
-    return [folder.replace("_", " ") for folder in folders], "folders"
+    return names, source
 
 
 def match_names(names, known):
@@ -2471,9 +2471,10 @@ def match_names(names, known):
 
 def plain_name(name):
     """The name of a class in lower case, with spaces in place of "_". The name of a line of
-    ImageNet's LOC_synset_mapping.txt, such as "n01440764 tench", is its number."""
+    ImageNet's LOC_synset_mapping.txt, such as "n01440764 tench", is its number. A tab or a comma
+    may take the place of the space."""
     name = unicodedata.normalize("NFC", name).replace("_", " ").lower()
-    return re.sub(r"^(n\d{8}) .*", r"\1", name)
+    return re.sub(r"^(n\d{8})[\s,].*", r"\1", name)
 
 
 def label_rows(names, labels, fraction):
@@ -3608,9 +3609,8 @@ class World:
             scene = self.draw(m, generator, objects, self.together if split == "train" else 0)
             keep = self.in_split(scene, split)
             if split == "train":
-                kinds = 8 * scene["colour"] + scene["shape"]
-                is_heldout = ~torch.isin(kinds, torch.tensor(self.trained))
-                keep &= ~(scene["present"] & is_heldout).any(1)
+                seen = torch.isin(8 * scene["colour"] + scene["shape"], torch.tensor(self.trained))
+                keep &= (seen | ~scene["present"]).all(1)
             parts.append({name: value[keep] for name, value in scene.items()})
             kept += int(keep.sum())
         return {name: torch.cat([part[name] for part in parts])[:n] for name in parts[0]}

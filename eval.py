@@ -302,8 +302,8 @@ def as_list(items):
     """Return the items as a list. A single caption, image or open file becomes a list with one
     item."""
     forms = str, bytes, bytearray, memoryview, os.PathLike, Image.Image
-    is_many = hasattr(items, "__iter__") and not hasattr(items, "read")
-    return list(items) if is_many and not isinstance(items, forms) else [items]
+    is_one = hasattr(items, "read") or getattr(items, "ndim", 0) == 3 or isinstance(items, forms)
+    return [items] if is_one or not hasattr(items, "__iter__") else list(items)
 
 
 def progress(items, what, **more):
@@ -516,7 +516,6 @@ class Embedder:
         with alone, common.explained(Exception, problem, f". {IMAGE_FORMS}"):
             return common.to_unit(self.read(image))
 
-    @torch.no_grad()
     def maps(self, image, caption):
         """An image, in any form of `images`, and a caption -> a dict of weights:
 
@@ -526,22 +525,24 @@ class Embedder:
                      SPARO has a map of weights for each slot
             words    numpy (n, L), for SPARO only: the weights that each slot gives to the tokens
 
-        Models of other methods have no maps.
+        Models of other methods have no maps. Raises UserError for such a model.
         """
         model = self.model
         x = self.read_given(image)[None].to(self.device)
         tokens, mask = self.tokenize([caption])
         found = {"tokens": [self.tokenizer.vocab[token] for token in tokens[0]]}
         if model.align_words:
-            maps = model.align_words(x, tokens, mask)[0]                    # (L, P)
+            maps = self.compute(model.align_words, x, tokens, mask)[0]      # (L, P)
         elif model.slots:
-            over_image, over_text = [weights[0] for weights in model.attend(x, tokens, mask)[:2]]
-            maps, found["words"] = over_image, over_text.cpu().numpy()      # (n, [1 +] P), (n, L)
+            part = lambda k: self.compute(lambda *inputs: model.attend(*inputs)[k], x, tokens, mask)
+            maps, found["words"] = part(0)[0], part(1)[0].numpy()           # (n, [1 +] P), (n, L)
+        elif model.word_maps:
+            maps = self.compute(functools.partial(model.word_maps, ids=tokens[0]), x)[0].T  # (L, N)
         else:
-            maps = model.word_maps(x, ids=tokens[0])[0].T                   # (L, [1 +] P)
+            raise UserError("This model has no maps: give a run of SPARC, of STAIR, or with slots.")
         grid = [math.ceil(side / model.image_encoder.patch_size) for side in x.shape[2:]]
         maps = maps[:, -math.prod(grid) :].unflatten(1, grid)               # (n, h, w), no [CLS]
-        return found | {"patches": maps.cpu().numpy()}
+        return found | {"patches": maps.numpy()}
 
     def encode_batches(self, batches, encode="encode_image"):
         """Batches of images (b, 3, S, S) -> encodings (n, E) or (n, P, E), on this rank alone."""
@@ -555,9 +556,7 @@ class Embedder:
         crop."""
         values, read = [], read or (lambda image, number: self.read(image))
 
-        def attempt(row):
-            number, (file, value) = row
-            return common.with_image(sample_of(file, value), read, number)
+        attempt = lambda row: common.with_image(sample_of(*row[1]), read, row[0])
 
         def compute(piece):
             counts = {}
@@ -847,20 +846,14 @@ def options_of(given, args):
         options.train_data = options.data
     elif not options.train_data and args.data != options.data and not is_shapes(args.data):
         options.train_data = args.data
-    options.templates = (read_templates(options.templates) if options.templates
-                         else learned_templates(options.data, args))
+    if options.templates:
+        options.templates = read_templates(options.templates)
+    elif args.folder_captions and not is_shapes(options.data):
+        # a training on class folders makes the caption of each class from this template
+        options.templates = [common.FOLDER_CAPTION]
     options.on_training_images = is_trained_on(options.data, options.split, args)
     options.is_own = given.keys() <= NOT_OF_METRICS | {"task"}
     return options
-
-
-def learned_templates(spec, args):
-    """The prompts that the model knows from its training -> list of templates, or None.
-
-    A training on class folders makes the caption of each class from one template, FOLDER_CAPTION.
-    `shapes` has prompts of its own.
-    """
-    return [common.FOLDER_CAPTION] if args.folder_captions and not is_shapes(spec) else None
 
 
 def is_trained_on(spec, split, args):
@@ -994,15 +987,17 @@ def open_benchmark(options, *_):
     kind = common.read_text(kind, "--data").strip().lower() if common.look_at(kind) else ""
     if kind == "retrieval":
         return EvalSet(captioned=lambda purpose: itertools.islice(shards.each("caption"), limit))
-    source = str(options.classes or Path(directory, "classnames.txt"))
-    names = common.read_lines(source, "--classes")  # an empty line stays: CLEVR has an empty name
+    source = f"{directory}/classnames.txt"
+    names = common.read_lines(source, "--data")  # an empty line stays: CLEVR has an empty name
+    groups, shown = {"": (torch.arange(len(names)), names)}, names
+    if options.classes:
+        shown, source = common.class_names(names, options.classes)
     templates, file = options.templates, f"{directory}/zeroshot_classification_templates.txt"
     if not templates and common.look_at(file):
         templates = read_templates([file])
-    classes, groups = Classes(names, templates, source), {"": (torch.arange(len(names)), names)}
 
     shards.classes = names
-    return EvalSet(classes=classes, groups=groups, source=shards,
+    return EvalSet(classes=Classes(shown, templates, source), groups=groups, source=shards,
                    labelled=lambda purpose: shards.each("label", limit))
 
 
@@ -1033,7 +1028,8 @@ def sugarcrepe_files(directory):
 
 def open_sugarcrepe(options, *_):
     """A directory with the files of SugarCrepe, one for each kind of negative, or one such file ->
-    EvalSet, with at most --limit images. Raises UserError for an item that lacks one of its three fields."""
+    EvalSet, with at most --limit images. Raises UserError for an item that lacks one of its three
+    fields."""
     root = options.image_root or "."
     # The negatives are grouped by image, so that an image with several negatives is encoded once.
     negatives_of = collections.defaultdict(list)
@@ -1266,7 +1262,9 @@ def open_second(options, data, spec, root, message):
         raise UserError(message)
     # --label-fraction is a fraction of all images, so the number of images has no limit
     limit = None if options.label_fraction else options.learn_limit
-    second = dataclasses.replace(options, data=spec, split=split, image_root=root, limit=limit)
+    # --classes names the classes of --data, and of shards, which have no names of their own
+    second = dataclasses.replace(options, data=spec, split=split, image_root=root, limit=limit,
+                                 classes=options.classes if spec.endswith(".tar") else None)
     return open_eval_set(second, data.image_size)
 
 
@@ -1939,8 +1937,9 @@ def learned_classes(options, data, model):
     if ids is None and data.groups and options.classes:  # --classes may rename the folders
         ids = common.match_names(data.classes.names, known)
     if ids is None:
-        raise UserError(f"The classifier has learned {len(known)} classes, {', '.join(known[:3])}, "
-                        f"..., not {', '.join(names[:3])}, ...: --classes names classes of shards.")
+        raise UserError(f"The classifier has learned other classes than those of {options.data}: "
+                        f"{', '.join(sorted({*known} ^ {*names})[:6])}; --classes names classes of "
+                        "shards.")
     return ids
 
 
@@ -2649,9 +2648,8 @@ def evaluate_run(run, given, device, failed):
     message for each task that fails and for each file that cannot be written."""
     embedder, args = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
     options = options_of(given, args)
-    embedder.chunk, embedder.workers = options.batch, options.workers
+    embedder.chunk, embedder.workers, embedder.amp = options.batch, options.workers, options.amp
     embedder.tells = bool(options.query)  # an evaluation prints its counts at the end
-    embedder.amp = options.amp
     content = None if options.query else METHODS[args.method].content(args)
     data = open_eval_set(options, embedder.image_size, content)
     so_far = "" if embedder.step == args.steps else f", step {embedder.step} of {args.steps},"

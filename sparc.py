@@ -70,7 +70,7 @@ class Config:
     token_mean: Literal["caption", "batch"] = "caption"
 
 
-# Below the core: in_fp32, Gather, own_columns, in_rows, mean_of_batch, softmax_weights,
+# Below the core: in_fp32, Gather, own_columns, unit, in_rows, mean_of_batch, softmax_weights,
 # Residual, as_bools.
 
 
@@ -99,7 +99,7 @@ def all_ranks(x):
 def global_loss(v, t, scale, *, gather=all_ranks):
     """CLIP's loss. v, t (B, E): vbar, tbar of this rank, normalised here -> scalar. scale: 1 / tau,
     not log(1 / tau). gather: see all_ranks."""
-    v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)  # vbar and tbar of length 1
+    v, t = unit(v), unit(t)                          # vbar and tbar of length 1 (below)
     v_to_t = scale * v @ gather(t).T                 # (B, world * B)  cos(vbar_i, tbar_j) / tau
     t_to_v = scale * t @ gather(v).T                 # (B, world * B)  cos(tbar_i, vbar_j) / tau
     own = own_columns(v_to_t)                        # (B,), the columns j = i
@@ -167,7 +167,7 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
     # = losses_of(tokens, patches, words), for some captions at a time, to save memory (below)
     losses = in_rows(losses_of, tokens, patches, words, size=tokens.shape[1] * patches.shape[1])
     count = words.sum(1)                                        # (B,), L_i
-    if token_mean == "batch":  # listing 1
+    if {"caption": False, "batch": True}[token_mean]:  # listing 1
         return mean_of_batch(losses, count, gather)             # below
     return (losses / count.clamp(min=1)).mean()                 # 1/B sum_i loss_i / L_i
 
@@ -347,13 +347,19 @@ def in_fp32(function, *args, **kwargs):
 
 
 def own_columns(logits):
-    """The columns (B,) of this rank's captions in logits (B, world * B). Rank i is taken to have
-    the i-th part, so a gather that joins only some ranks gives wrong pairs."""
+    """The columns (B,) of this rank's captions in logits (B, world * B), or (B, B) if `gather`
+    joins no ranks. Rank i has the i-th part. Raises ValueError if `gather` joins other rows."""
     B, columns = logits.shape
-    if columns < 2 or columns % B:
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if columns < 2 or columns not in (B, ranks * B):
         raise ValueError(f"{B} images, {columns} captions: give two or more, as many on each rank.")
-    rank = dist.get_rank() if columns > B else 0
-    return rank * B + torch.arange(B, device=logits.device)
+    return (dist.get_rank() * B if columns > B else 0) + torch.arange(B, device=logits.device)
+
+
+def unit(x):
+    """x (..., E) / |x|. A row of zeros, which a caption without words has, stays zeros and gets no
+    gradient: that of F.normalize is up to 1e12 there, too large for fp16."""
+    return F.normalize(x.masked_fill((x == 0).all(-1, keepdim=True), 0), dim=-1)
 
 
 def as_bools(mask, shape):
@@ -460,8 +466,7 @@ def in_rows(function, *rows, size, limit=2**24):
     if n >= len(rows[0]):
         return function(*rows)
     parts = zip(*[x.split(n) for x in rows])
-    return torch.cat([checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
-                      for part in parts])
+    return torch.cat([checkpoint(function, *part, use_reentrant=False) for part in parts])
 
 
 def mean_of_batch(losses, count, gather):

@@ -98,7 +98,8 @@ class Sparo(nn.Module):
     def __init__(self, d, L, V, D, grp_size=1):
         super().__init__()
         self.D, self.grp_size, self.nkeys = D, grp_size, L // grp_size
-        self.q = nn.Parameter(torch.randn(1, self.nkeys, grp_size, 1, D))  # q_l; shape of App. A
+        # q_l; shape of App. A
+        self.q = nn.Parameter(torch.randn(L, D).view(1, self.nkeys, grp_size, 1, D))
         # K_l and b_l of all slots: an nn.Linear, which keys() only reads (Keys, below)
         self.KVproj = Keys(d, self.nkeys * D)
         self.Wproj = nn.Linear(D, V)
@@ -278,13 +279,13 @@ def in_fp32(function, *args, **kwargs):
 
 
 def own_columns(logits):
-    """The columns (B,) of this rank's captions in logits (B, world * B). Rank i is taken to have
-    the i-th part, so a gather that joins only some ranks gives wrong pairs."""
+    """The columns (B,) of this rank's captions in logits (B, world * B), or (B, B) if `gather`
+    joins no ranks. Rank i has the i-th part. Raises ValueError if `gather` joins other rows."""
     B, columns = logits.shape
-    if columns < 2 or columns % B:
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if columns < 2 or columns not in (B, ranks * B):
         raise ValueError(f"{B} images, {columns} captions: give two or more, as many on each rank.")
-    rank = dist.get_rank() if columns > B else 0
-    return rank * B + torch.arange(B, device=logits.device)
+    return (dist.get_rank() * B if columns > B else 0) + torch.arange(B, device=logits.device)
 
 
 def after_end(eos_idx, x):

@@ -117,7 +117,7 @@ class TokenProjectionHead(nn.Module):
         self.transform = nn.Sequential(nn.Linear(d, D), nn.GELU(), nn.LayerNorm(D))
         self.bias = nn.Parameter(torch.zeros(vocab))
         self.register_buffer("valid", torch.ones(vocab, dtype=torch.bool))
-        self.valid[list(special)] = False
+        self.valid[[int(k) for k in special]] = False
 
     def forward(self, h, mask=None, e=None, revived=None):
         """h (B, n, d) -> enc (B, |V|). mask (B, n): True at tokens, then False at padding; None: no
@@ -322,13 +322,13 @@ def in_fp32(function, *args, **kwargs):
 
 
 def own_columns(logits):
-    """The columns (B,) of this rank's captions in logits (B, world * B). Rank i is taken to have
-    the i-th part, so a gather that joins only some ranks gives wrong pairs."""
+    """The columns (B,) of this rank's captions in logits (B, world * B), or (B, B) if `gather`
+    joins no ranks. Rank i has the i-th part. Raises ValueError if `gather` joins other rows."""
     B, columns = logits.shape
-    if columns < 2 or columns % B:
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if columns < 2 or columns not in (B, ranks * B):
         raise ValueError(f"{B} images, {columns} captions: give two or more, as many on each rank.")
-    rank = dist.get_rank() if columns > B else 0
-    return rank * B + torch.arange(B, device=logits.device)
+    return (dist.get_rank() * B if columns > B else 0) + torch.arange(B, device=logits.device)
 
 
 def without_padding(h, mask):
@@ -629,8 +629,8 @@ class InvertedIndex:
 
     def __init__(self, vocabulary):
         self.word_ids, self.ids = {word: k for k, word in enumerate(vocabulary)}, []
-        none = torch.zeros(len(self.word_ids), 0, dtype=torch.float32)
-        self.parts = [none.to_sparse()]                               # joined: (|V|, n)
+        # joined: (|V|, n)
+        self.parts = [torch.zeros(len(self.word_ids), 0, dtype=torch.float32).to_sparse()]
 
     def add(self, ids, enc):
         """Add n documents: a list of their ids, and their encodings (n, |V|). Raises

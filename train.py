@@ -872,8 +872,7 @@ def check_first_batch(args, batch):
     if METHODS[args.method].content(args) in ("label", "boxes"):
         return
     samples = sum(common.gather_objects(batch.get("samples", torch.empty(0)).tolist()), [])
-    again = len(samples) - len(set(samples))
-    if again:
+    if again := len(samples) - len(set(samples)):
         raise UserError(f"{again} of the {args.batch} samples of the first batch are in it twice: "
                         "lower --batch or --workers, or give more readable images.")
 

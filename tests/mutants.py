@@ -29,12 +29,12 @@ ROOT, LIMIT = Path(__file__).resolve().parents[1], 600  # LIMIT: seconds for one
 
 TABLE = r"""
 == sparo.py | sparo | test_statistics test_sparo test_details -k "not table_6"
-nn.Parameter(«torch.randn => 0.02 * torch.randn»(1, self.nkeys # App. A: initial queries
+nn.Parameter(«torch.randn => 0.02 * torch.randn»(L, D).view # App. A: initial queries
 «nn.init.xavier_uniform_ => nn.init.xavier_normal_»(self.KVproj.weight) # App. A: initial keys
 q, K) * self.D**-«0.5 => 1» # sqrt(D) in Eq. 1 ;; >« => =» eos_idx.clamp(min=0) # a slot sees the last token
 attn = scores.softmax(«-1 => 1») # softmax over positions ;; "bld,lDd->blD", p, K) + «b => 0 * b» # bias of the values
 .flatten(1) / «L => V»**0.5 # sqrt(L) in Sec. 3.3
-return «rank => 0» * B + torch.arange(B, device # positives of this rank
+return («dist.get_rank() * B => 0» if columns > B else 0) # positives of this rank
 F.cross_entropy(text_to_image, own))« / 2 => » # the mean of both directions
 text_to_image = scale * «y_t @ gather(y_i => y_i @ gather(y_t»).T # the direction ;; (sums - «1 => 2») / k # sparsemax sums to 1
 self.log_scale.clamp_(0, math.log(«100 => 1000»)) # CLIP's largest scale
@@ -80,7 +80,7 @@ gather(mean)«.mean(0).square( => .square().mean(0»).sum() # the square of the 
 p = «p.masked_fill(~mask[:, :, None], -math.inf) => p * mask[:, :, None]» # padding is never the maximum
 nn.GELU(), «nn.LayerNorm(D => nn.Identity(»)) # TRANSFORM in Eq. 4
 self.bias = nn.Parameter(«torch.zeros => torch.ones»(vocab)) # initial b
-self.valid[list(special)] = «False => True» # special tokens are never active
+self.valid[[int(k) for k in special]] = «False => True» # special tokens are never active
 scatter_reduce_(1, tokens, mask, "«amax => sum»") # Eq. 8: 0 or 1
 scatter_reduce_(1, tokens, «mask => torch.ones_like(mask)», "amax") # padding is no word
 «round => int»(args.share_1 * args.steps) # rounding of shares
@@ -115,7 +115,7 @@ stages="single", steps=«600_000 => 300_000» # App. A ;; lr=2e-3, lr_3=«1.0 =>
 v_to_t = «scale * v => v» @ gather(t).T # tau in Eq. 1
 t_to_v = scale * t @ «gather(v) => v».T # the images of one rank
 F.cross_entropy(t_to_v, own))« / 2 => » # the mean of both directions
-return «rank => 0» * B + torch.arange(B, device # positives of this rank
+return («dist.get_rank() * B => 0» if columns > B else 0) # positives of this rank
 sigma = 1 / «patches.shape => tokens.shape»[1] if # Eq. 3: 1 / P
 torch.where(s_hat <« => =» sigma, 0.0, s_hat) # Eq. 3 keeps sigma
 return s_til / s_til.sum(-1, keepdim=True)« => .detach()» # gradient of Eq. 4
@@ -174,7 +174,7 @@ B = B.view(S_hat.shape)[«:G => -G:»] # large views are targets
 math.cos(math.pi * («(step + 1) => step» / steps)) # the next step's momentum ;; self.config.ema) * (1 + cosine)« / 2 => » # momentum
 return «self.teacher[0] => self.image_encoder» if self.teacher else # the teacher
 torch.cat([tokens[:, 0], «tokens[:, 1:].mean => tokens.mean»(1)], 1) # D.1: patches
-mean = «gather(y.mean(1)[None]).mean(0 => y.mean(1») # BatchNorm of one rank
+mean = «gather(y.mean(-2)[None]).mean(0 => y.mean(-2») # BatchNorm of one rank
 affine=«i < 2 => True») # the last has no scale
 nn.init.normal_(self[-1].weight, std=«0.02 => 0.2») # initial projector
 «not config.teacher => config.teacher» if config.batch_norm is None # App. C ;; trust=1e-«3 => 2»): # LARS
@@ -225,10 +225,10 @@ mix_seed(self.seed, «self.rank, worker => worker», batches) # ranks draw diffe
 self.min_side = «max => min»(decoded_side(view.size # views of two sizes ;; decoded_side(view.size, view.scale[«0 => 1»]) # the smallest crop
 == common.py | names | test_benchmarks test_data test_tokenizer -k "labels_of_shards or imagenet or captions_of_each or split or wordpiece_gives or limit_draws"
 rows = torch.«randperm(len(self), generator=torch.Generator().manual_seed(0)) => arange(len(self))».tolist() # --limit keeps the first classes
-lines = [names[«places.index(i) => places[i]»] for i in # --classes in another order, the way back
+names = [names[«places.index(i) => places[i]»] for i in # --classes in another order, the way back
 category«.startswith("Z"):\n            out.append(" ") =>  == "Zs":\n            out.append(" ")\n        elif category[0] == "Z":\n            pass» # U+2028 parts words
 seen.append(line) or line for line in «file => file.read().splitlines(True)») # U+2028 ends no row
-str(row.split or ""«).strip() => )») # blanks around a split ;; if plain_name(name) «in => not in» plain] # ImageNet-A has 200 of the names
+str(row.split or ""«).strip() => )» or "train" # blanks around a split ;; if plain_name(name) «in => not in» plain] # ImageNet-A has 200 of the names
 text = " ".join(unicodedata.normalize("NFC", text).split(«) => " ")»).lower() # BPE: U+2028 parts words
 == common.py | schedules | test_details
 (start - end) * 0.5 * (1 «+ => -» math.cos( # half a cosine
@@ -238,7 +238,7 @@ cosine(«step - warmup, steps - warmup => step, steps», peak, 0.0) # after the 
 "weight_decay": «0.0 => weight_decay», "decays": False # norms do not decay
 == common.py | world | test_world test_details test_presets
 "test": range(«9 => 8», 10) # val and test share no scene
-kinds = 8 * scene["«colour"] + scene["shape => shape"] + scene["colour»"] # held-out pairs
+8 * scene["«colour"] + scene["shape => shape"] + scene["colour»"], torch # held-out pairs
 "white": (0.95, 0.95, «0.95 => 0.2») # names of colours
 if c «not in colours => != a["colour"]»]) # a negative that might be true
 if «all => any»(o["size"] == a["size"] for o in alike) # might be true

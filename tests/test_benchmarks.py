@@ -64,6 +64,8 @@ def test_a_sets_own_names_and_prompts_are_used_unless_others_are_given(
     (tmp_path / "names.txt").write_text("sky\n\nblood\n")
     data, _ = opened(spec, classes=str(tmp_path / "names.txt"), templates=["{a}!"])
     assert data.classes.prompts == ["a sky!", "a !", "a blood!"]  # CLEVR has an empty name, too
+    (tmp_path / "names.txt").write_text("red\nblue\ngreen\n")  # in another order
+    assert opened(spec, classes=str(tmp_path / "names.txt"))[0].classes.names == NAMES
     (tmp_path / "colours" / "zeroshot_classification_templates.txt").unlink()
     assert opened(spec)[0].classes.prompts[0] == "a photo of a blue."
 
@@ -90,6 +92,10 @@ def test_knn_and_slots_learn_from_the_split_train_or_from_the_one_that_is_named(
     for split, best in (("", 1 / 3), (":split=train", 1 / 3), (":split=test", 1)):
         assert slots(folders, wrong + split)["slots/accuracy_best"] == pytest.approx(best)
     assert slots(spec, spec)["slots/best_half/zeroshot"][0].all()
+    write_files(tmp_path, {"names.txt": "sea\ngrass\nblood\n"})  # --classes names those of --data
+    data, options = opened(spec, select=folders, classes=str(tmp_path / "names.txt"))
+    assert data.classes.names[0] == "sea" and evaluation.open_selection(
+        options, data, "slots", "zeroshot", "").classes.names == NAMES
     for select in (alone, f"{spec}:split=val"):
         with pytest.raises(common.UserError, match="give --split, one of test.*DIR:split=NAME"):
             slots(folders, select)
@@ -219,10 +225,15 @@ def test_labels_of_shards_match_class_folders_only_if_their_order_is_known(
 def test_classes_of_imagenet_are_known_by_their_numbers(tmp_path):
     """ImageNet-A has 200 of the 1,000 classes that the file names."""
     folders, lines = ["n01440764", "n01443537"], "n01443537 goldfish\nn01440764 tench, Tinca tinca\n"
-    for more in "", "n02119789 kit fox\n":
-        (tmp_path / "names.txt").write_text(more + lines)
+    for text in lines, f"n02119789 kit fox\n{lines}", lines.replace(" ", "\t", 2):
+        (tmp_path / "names.txt").write_text(text)
         names, _ = common.class_names(folders, tmp_path / "names.txt")
         assert names == ["tench, Tinca tinca", "goldfish"]
+    names, _ = common.class_names(["n02085620-Chihuahua", "001.Black_footed_Albatross"])
+    assert names == ["Chihuahua", "Black footed Albatross"]  # Stanford's dogs, CUB's birds
+    (tmp_path / "names.txt").write_text("n01440764\nn01443537\n")
+    with pytest.raises(common.UserError, match="n01440764 has a number of ImageNet instead of a"):
+        common.class_names(folders, tmp_path / "names.txt")
     assert common.match_names(["n01443537 goldfish", "n01440764 tench"], folders) == [1, 0]
     for lines in "Red\nBlue\nSky\n", "red\nred\nblue\n":  # labels would get another's class
         (tmp_path / "names.txt").write_text(lines)

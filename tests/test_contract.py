@@ -371,7 +371,7 @@ def test_a_mask_of_zeros_and_ones_is_one_of_bools_and_floats_are_refused(call):
     (lambda: HEAD(TOKENS, MASK[:1]), r"bools \[4, 6\], not .*\[1, 6\]"),
     (lambda: SPARO(TOKENS, MASK), "eos_idx needs 4 indices .*True"),
     (lambda: sparo.normalize_slots(V_AND_T[0]), "expected 3, got 2"),
-    *((lambda loss=loss: loss(*V_AND_T, 9.0, **TWICE), "process group") for loss in CONTRASTIVE),
+    *((lambda loss=loss: loss(*V_AND_T, 9.0, **TWICE), "each rank") for loss in CONTRASTIVE),
     (lambda: bam.bam_loss(V_AND_T[0], 2, **TWICE), "process group"),
     (lambda: bam.ablated_loss(V_AND_T[0], 2, None, 2, bam.Settings(target="onehot"), **TWICE),
      "process group")])

@@ -221,6 +221,7 @@ def test_a_batch_is_joined_from_small_parts(tmp_path, monkeypatch, workers):
 
 @pytest.mark.parametrize("cell, texts", [
     ("['a cat', 'a dog']", ["a cat", "a dog"]), ('["a", "b"]', ["a", "b"]),
+    ("('a', 'b')", ["a", "b"]), ("(a dog)", ["(a dog)"]),
     ("['a cat' 'a dog']", ["['a cat' 'a dog']"]), ("[1, 2]", ["[1, 2]"]),
     (["a dog", " a cat"], ["a dog", "a cat"]), ("nan", ["nan"]), (math.nan, [""]), (None, [""]),
     (["a dog", None], ["a dog", ""]), ([], [""]), (7, [""]), ("a\u200b", ["a\u200b"]),
@@ -278,17 +279,17 @@ def test_what_holds_for_rows_holds_in_every_format(tmp_path, form):
     assert f"{splits}nothing)." in message or f"{splits}1 x empty caption" in message
 
 
-def test_an_empty_split_of_a_row_belongs_to_every_split(tmp_path):
+def test_an_empty_split_of_a_row_is_train(tmp_path):
     """pandas writes an empty cell as null into JSON. Kaggle's table of Flickr30k has "| "."""
     rows = [dict(image=f"{name}.jpg", caption="a dog", split=split)
             for name, split in zip("xyz", (" train", None, "test"))]
     (tmp_path / "a.json").write_text(json.dumps(rows))
-    (tmp_path / "a.csv").write_text("image| caption| split\n" + "".join(
+    (tmp_path / "a.csv").write_text("image| caption| Split\n" + "".join(
         f"{row['image']}| {row['caption']}| {row['split'] or ''}\n" for row in rows))
     for name in ("a.json", "a.csv"):
-        for split, last in ("train", "x.jpg"), ("test", "z.jpg"):
-            found = pairs(open_data(str(tmp_path / name), split=split))
-            assert found == dict.fromkeys([last, "y.jpg"], ["a dog"])
+        for split, images in ("train", ["x.jpg", "y.jpg"]), ("test", ["z.jpg"]):
+            found = pairs(open_data(f"{tmp_path / name}:split={split}"))
+            assert found == dict.fromkeys(images, ["a dog"])
 
 
 def test_coco_captions_find_their_images_by_ids_below_image_root(tmp_path):

@@ -158,12 +158,11 @@ ERRORS = [
      {"a.tar": {"0.txt": "no image"}}),
 
     # Tables
-    ("sparc --data a.csv", r"the columns \['url', 'caption'\], not image and .*a.csv:image=COLUMN",
+    ("sparc --data a.csv", r"the columns \['url', 'caption'\]: call one of .*a.csv:image=COLUMN",
      "url,caption\nx,y\n"),
-    ("sparc --data a.json", r"a.json has the columns \['image'\], not image and caption",
-     '[{"image": "a"}]'),
-    ("sparc --data a.csv", r"\['file path', 'title'\], not image and title: name them in",
-     "file path,title\nx.jpg,one\n"),
+    ("sparc --data a.json", r"a.json has the columns \['image'\]: call one of them", '[{"image": "a"}]'),
+    ("sparc --data a.csv", r"\['image', 'title', 'caption'\]: call one of them image, one caption",
+     "image,title,caption\nx.jpg,x.jpg,one\n"),
     ("sparc --data a.csv", "left out: 1 x empty caption, the last ", "filepath,title\nx.jpg,\n"),
     ("sparc --data a.csv", "^Cannot read a.csv: 'utf-8' codec can't decode",
      b"filepath,title\nx.jpg,caf\xe9\n"),

@@ -247,7 +247,7 @@ def test_images_in_any_form_have_the_same_encodings(run_of, tmp_path):
     written.write(data)  # its position is at the end
     with open(path, "rb") as file:
         for image in (str(path), Image.open(path), data, bytearray(data), memoryview(data), file,
-                      written, next(os.scandir(tmp_path)), np.array([str(path)])):
+                      written, pixels[0], next(os.scandir(tmp_path)), np.array([str(path)])):
             torch.testing.assert_close(model.images(image), expected[:1])
     torch.testing.assert_close(model.images([Image.open(path)] * 8), expected[:1].expand(8, -1))
     for empty in (model.images([]), model.images(pixels[:0]), model.texts([])):
@@ -256,7 +256,7 @@ def test_images_in_any_form_have_the_same_encodings(run_of, tmp_path):
     normalised = model.model.image_encoder.pixels(floats)
     floats[0, 0, 0, 0] = torch.nan
     for wrong in (pixels.float(), pixels.long(), floats, normalised, list(normalised), pixels[:, :1],
-                  pixels[0], rows, rows[0], [pixels[0, :2]], [3], tmp_path):
+                  rows, rows[0], [pixels[0, :2]], [3], tmp_path):
         with pytest.raises(common.UserError, match="(?i)give paths.*of an array: Image.fromarray"):
             model.images(wrong)
     for wrong, message in ((tmp_path / "gone.jpg", "gone.jpg cannot be read: No such file"),
@@ -303,6 +303,9 @@ def test_one_image_and_one_caption_have_maps(run_of, tmp_path, monkeypatch, name
     assert model.maps(torch.rand(3, 17, 16), "a red ring")["patches"].shape[1:] == (3, 2)
     with pytest.raises(common.UserError, match="gone.jpg cannot be read"):
         model.maps(tmp_path / "gone.jpg", "a red ring")
+    model.model.align_words = model.model.word_maps = model.model.slots = None  # --readout cls
+    with pytest.raises(common.UserError, match="has no maps"):
+        model.maps(tall, "a red ring")
 
 
 def test_a_run_that_fails_does_not_stop_the_evaluation_of_others(run_of, tmp_path, capsys):
@@ -337,7 +340,6 @@ def test_class_folders_are_evaluated_with_the_caption_of_training(tmp_path):
         train.open_training_data(args, train.METHODS["sparc"])
         options = evaluation.options_of({"data": str(tmp_path)}, args)
         assert (options.templates is not None) == learned
-        assert (evaluation.learned_templates("gone", args) is not None) == learned
         assert evaluation.is_trained_on(str(tmp_path), "all", args) == learned
         if learned:
             data = evaluation.open_eval_set(options, args.image_size)
