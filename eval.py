@@ -735,9 +735,11 @@ class Flags:
     # of --data are used. Without --limit and --data, 1,000 samples are evaluated, and k-NN and
     # probes learn from 20,000 samples
     limit: int | None = None
-    # file of class names, one name a line. For class folders, the first line names the first folder
-    # in sorted order. For shards, the first line names label 0. If --data are class folders and
-    # --train-data are shards, the lines may be the names of the folders in the order of the labels
+    # file of class names for --data, one name a line. A line with a folder's name, or with its
+    # number and a name, belongs to this folder. Else, for class folders, the first line names the
+    # first folder in sorted order. For shards, the first line names label 0. If --data are class
+    # folders and --train-data are shards, the lines may be the names of the folders in the order of
+    # the labels. --select has names of its own
     classes: str | None = None
     # prompts for zero-shot classification, or one file with a prompt on each line. {} in a prompt
     # stands for the name of a class. {a} stands for the name with its article

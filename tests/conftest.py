@@ -36,8 +36,7 @@ if not HAS_GPU():  # then a seed of the CPU would keep a stack for each other ki
 
 
 # `pytest` without arguments runs these files, half of the work, in a second process.
-SECOND = [f"{Path(__file__).parent}/test_{name}.py"
-          for name in ("contract", "gpu_fake", "memory", "train")]
+SECOND = [f"{Path(__file__).parent}/test_{x}.py" for x in "contract gpu_fake memory train".split()]
 
 
 def pytest_configure(config):

@@ -168,10 +168,8 @@ def test_two_ranks_equal_one_process_and_every_parameter_has_a_gradient(tmp_path
     ("dino", ON_FILES + "table.csv --workers 1", "step-2", 1),
     ("sparc", ON_FILES + "000.tar::001.tar", "step-3", 1),
     ("sparc", ON_FILES + "{000..001}.tar --workers 2", "step-3", 1),
-    ("bam", "--optimizer lars --lr 0.3 --image-encoder tiny:width=16,heads=2,cls=1,drop_path=0.5",
-     "step-3", 1),
-    ("bam", ON_FILES + "table.csv --workers 1 --contrastive-crop --crop-start 1 --crop-every 3",
-     "step-3", 1),
+    ("bam", "--optimizer lars --lr 0.3 --image-encoder tiny:width=16,heads=2,cls=1,drop_path=0.5", "step-3", 1),
+    ("bam", ON_FILES + "table.csv --workers 1 --contrastive-crop --crop-start 1 --crop-every 3", "step-3", 1),
     ("classifier", ON_FILES + "{000..001}.tar --workers 2 --classes names.txt", "step-3", 1)])
 def test_a_run_on_any_data_continues_from_a_checkpoint_as_if_it_had_not_ended(
         tmp_path, monkeypatch, capsys, name, flags, checkpoints, ranks):

@@ -407,8 +407,7 @@ def test_the_index_finds_what_a_brute_force_search_finds():
     ("red AND (circle OR star)", "red circle star", lambda r, b, c, s: r and (c or s)),
     ("NOT (blue OR NOT red)", "red", lambda r, b, c, s: not (b or not r)),
     ("NOT NOT red (blue)(star)", "red blue star", lambda r, b, c, s: r and b and s),
-    ("star NOT (blue (red NOT circle))", "star circle",
-     lambda r, b, c, s: s and not (b and r and not c)),
+    ("star NOT (blue (red NOT circle))", "star circle", lambda r, b, c, s: s and not (b and r and not c)),
     ("red OR NOT blue", "red", lambda r, b, c, s: r or not b)])
 def test_boolean_queries_find_the_documents_that_match(query, words, expected):
     """words: those that are not negated. They rank the documents."""
