@@ -282,10 +282,10 @@ def own_columns(logits):
     """The columns (B,) of this rank's captions in logits (B, world * B), or (B, B) if `gather`
     joins no ranks. Rank i has the i-th part. Raises ValueError if `gather` joins other rows."""
     B, columns = logits.shape
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if columns < 2 or columns not in (B, ranks * B):
+    if columns < 2 or columns % B or columns > B and columns != B * dist.get_world_size():
         raise ValueError(f"{B} images, {columns} captions: give two or more, as many on each rank.")
-    return (dist.get_rank() * B if columns > B else 0) + torch.arange(B, device=logits.device)
+    rank = dist.get_rank() if columns > B else 0
+    return rank * B + torch.arange(B, device=logits.device)
 
 
 def after_end(eos_idx, x):

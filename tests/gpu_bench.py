@@ -346,6 +346,7 @@ def computed_flops(args, method, model, gpus):
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             with pytest.MonkeyPatch.context() as patch:  # losses ask for the number of the rank
                 patch.setattr(torch.distributed, "get_rank", lambda: 0)
+                patch.setattr(torch.distributed, "get_world_size", lambda: ranks)
                 model(batch, lambda x: torch.cat([x] * ranks))
         flops[n, ranks] = counter.get_total_flops() / n
     # A loss compares a sample with each sample of the batch, and each comparison adds the FLOPs

@@ -34,7 +34,7 @@ nn.Parameter(«torch.randn => 0.02 * torch.randn»(L, D).view # App. A: initial 
 q, K) * self.D**-«0.5 => 1» # sqrt(D) in Eq. 1 ;; >« => =» eos_idx.clamp(min=0) # a slot sees the last token
 attn = scores.softmax(«-1 => 1») # softmax over positions ;; "bld,lDd->blD", p, K) + «b => 0 * b» # bias of the values
 .flatten(1) / «L => V»**0.5 # sqrt(L) in Sec. 3.3
-return («dist.get_rank() * B => 0» if columns > B else 0) # positives of this rank
+return «rank => 0» * B + torch.arange(B, device # positives of this rank
 F.cross_entropy(text_to_image, own))« / 2 => » # the mean of both directions
 text_to_image = scale * «y_t @ gather(y_i => y_i @ gather(y_t»).T # the direction ;; (sums - «1 => 2») / k # sparsemax sums to 1
 self.log_scale.clamp_(0, math.log(«100 => 1000»)) # CLIP's largest scale
@@ -115,7 +115,7 @@ stages="single", steps=«600_000 => 300_000» # App. A ;; lr=2e-3, lr_3=«1.0 =>
 v_to_t = «scale * v => v» @ gather(t).T # tau in Eq. 1
 t_to_v = scale * t @ «gather(v) => v».T # the images of one rank
 F.cross_entropy(t_to_v, own))« / 2 => » # the mean of both directions
-return («dist.get_rank() * B => 0» if columns > B else 0) # positives of this rank
+return «rank => 0» * B + torch.arange(B, device # positives of this rank
 sigma = 1 / «patches.shape => tokens.shape»[1] if # Eq. 3: 1 / P
 torch.where(s_hat <« => =» sigma, 0.0, s_hat) # Eq. 3 keeps sigma
 return s_til / s_til.sum(-1, keepdim=True)« => .detach()» # gradient of Eq. 4

@@ -43,8 +43,7 @@ def write_labelled(directory, split="test"):
     return str(directory)
 
 
-def test_a_sets_own_names_and_prompts_are_used_unless_others_are_given(
-        run_of, tmp_path, capsys):
+def test_a_sets_own_names_and_prompts_are_used_unless_others_are_given(run_of, tmp_path, capsys):
     spec = write_labelled(tmp_path / "colours")
     data, options = opened(spec)
     assert options.split == "test" and options.data == spec
@@ -183,8 +182,7 @@ def test_a_large_limit_draws_more_scenes_and_retrieval_ranks_in_pools():
     pairs = list(data.captioned("captioned"))
     single = [evaluation.retrieval(embed, evaluation.EvalSet(
         captioned=lambda purpose: iter(pairs[i : i + n // 2])), options)
-        for i in range(0, 3 * (n // 2), n // 2)]
-    for name in ("i2t/R@1", "t2i/R@5"):
+        for i in range(0, 3 * (n // 2), n // 2)] for name in ("i2t/R@1", "t2i/R@5"):
         values = [evaluation.to_float(x[name]) for x in single]
         assert evaluation.to_float(found[name]) == pytest.approx(sum(values) / 3)
     assert found["i2t/R@1"][1] == pytest.approx(1 / (n // 2))

@@ -220,8 +220,7 @@ def test_every_claim_has_runs_and_metrics_with_valid_flags(method):
             task = metric.split("/")[0]
             assert claims.TASK_OF.get(task, task) in evaluation.TASKS
             evaluation.parse_args(["RUN", *flags.split()])
-        budgets = [(x.epochs or x.steps * x.batch, x.data)
-                   for x in map(settings.get, names)]
+        budgets = [(x.epochs or x.steps * x.batch, x.data) for x in map(settings.get, names)]
         assert budgets[0] == budgets[-1] or claim.get("budget") == "FLOPs"
     for plot in table.get("plots", ()):
         used |= {*plot["runs"].values()}

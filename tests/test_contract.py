@@ -316,9 +316,12 @@ UNEQUAL_VIEWS = {"views": [torch.randn(n, 3, 16, 16) for n in (3, 1)]}
     (V_AND_T[0], torch.randn(B + 1, E), r"captions \(5, 5\)|4 images, 5 captions|4.* 5"),
     (V_AND_T[0, :1], V_AND_T[1, :1], "two or more"),
     (V_AND_T[0, :0], V_AND_T[1, :0], "two or more")])
-def test_contrastive_losses_refuse_what_has_no_pairs(loss, v, t, message):
+def test_contrastive_losses_refuse_what_has_no_pairs(loss, v, t, message, monkeypatch):
     with pytest.raises(ValueError, match=message):
         loss(v, t, 10.0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)  # a gather that joins two of four ranks
+    with pytest.raises(ValueError, match="as many on each rank"):
+        loss(*V_AND_T, 10.0, **TWICE)
 
 
 @pytest.mark.parametrize("loss", CONTRASTIVE)
@@ -369,7 +372,7 @@ def test_a_mask_of_zeros_and_ones_is_one_of_bools_and_floats_are_refused(call):
     (lambda: HEAD(TOKENS, MASK[:1]), r"bools \[4, 6\], not .*\[1, 6\]"),
     (lambda: SPARO(TOKENS, MASK), "eos_idx needs 4 indices .*True"),
     (lambda: sparo.normalize_slots(V_AND_T[0]), "expected 3, got 2"),
-    *((lambda loss=loss: loss(*V_AND_T, 9.0, **TWICE), "each rank") for loss in CONTRASTIVE),
+    *((lambda loss=loss: loss(*V_AND_T, 9.0, **TWICE), "process group") for loss in CONTRASTIVE),
     (lambda: bam.bam_loss(V_AND_T[0], 2, **TWICE), "process group"),
     (lambda: bam.ablated_loss(V_AND_T[0], 2, None, 2, bam.Settings(target="onehot"), **TWICE),
      "process group")])

@@ -541,8 +541,7 @@ def test_sgd_probe_holds_out_a_tenth_of_the_images_or_has_one_rate(tmp_path, mon
 def test_lbfgs_probe_resizes_the_shorter_side_to_the_crop(tmp_path, monkeypatch):
     embed, sizes, transform = embedder(), set(), common.eval_transform
     embed.tokenizer = None                                                  # as of BAM
-    monkeypatch.setattr(common, "eval_transform",
-                        lambda *size: sizes.add(size) or transform(*size))
+    monkeypatch.setattr(common, "eval_transform", lambda *size: sizes.add(size) or transform(*size))
     for probe, size in (("adamw", (8, 9)), ("lbfgs", (8, 8))):              # BAM, D.1 and D.3
         sizes.clear()
         found = evaluation.linear(embed, *opened_folders(tmp_path, probe=probe))

@@ -250,6 +250,7 @@ def test_the_flops_count_the_pairs_of_the_whole_batch(flags, ranks, monkeypatch)
     args, method, model = gpu_bench.untrained([*flags, "--batch", "24"])
     found = gpu_bench.computed_flops(args, method, model, ranks)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     batch = train.made_up_batch(args, method, model, 24 // ranks)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(batch, lambda x: torch.cat([x] * ranks))

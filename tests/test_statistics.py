@@ -47,6 +47,7 @@ class Threads:
 
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(self.parts)) as pool:
             patch.setattr(torch.distributed, "get_rank", lambda: self.local.rank)
+            patch.setattr(torch.distributed, "get_world_size", lambda: len(self.parts))
             return list(pool.map(as_rank, range(len(self.parts))))
 
 
