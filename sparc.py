@@ -1141,9 +1141,9 @@ def average_precisions(found, truths, most=100):
 # * L_f can be solved without the image. The negatives of a word are the words of the same caption,
 #   so patches can become a codebook that tells words apart, whatever the image shows. This happened
 #   with --lambda-f .5 --lr 1e-3, but not with .1 and 2e-3. diagnose() logs L_f with wrong images.
-# * With sigma .9 words of shapes give their own objects a larger share of the weights on objects
-#   than softmax weights do: .609 and .480. Colours have .939 and .880, too close for
-#   five seeds. With sigma .4 colours had less (.772).
+# * With sigma .9 words give their own objects a larger share of the weights on objects than softmax
+#   weights do: .939 and .842 for colours, .609 and .490 for shapes. PACL's words, weighted by
+#   Eq. 2-4, are as good: .931 and .647. With sigma .4 colours had less (.772).
 # * An update takes 1.005 times CLIP's FLOPs, as in Table 11; tests/test_train.py counts them.
 
 
