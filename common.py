@@ -1482,6 +1482,9 @@ def blur(x, sigma):
 # Skipped samples are counted by their problem and reported.
 
 
+EVERY = "every split"  # the split of the rows of a file without splits
+
+
 class Sample(NamedTuple):
     """An image and its caption, label or boxes. A reader makes a Sample, and a batch joins many."""
 
@@ -1490,7 +1493,7 @@ class Sample(NamedTuple):
     name: str = ""             # the name of the sample in messages: a path, "shard:key"
     number: int | None = None  # row in a table, label of an image, or place of a key in a shard
     problem: str = ""          # why the sample is left out; problems are counted by this text
-    split: str = ""            # the split of a row; "": all splits; None: train
+    split: object = EVERY      # split of a row; None or "": an empty cell, which is train
 
 
 # errors of a network disk that often go away after seconds
@@ -1646,13 +1649,13 @@ class CaptionTable:
 
     def __init__(self, rows, name, root="", content="caption", split="train"):
         # "restval" is the part of COCO's val set that Karpathy adds to the training images
-        kept, splits = {"", split, "restval" if split == "train" else ""}, set()
+        kept, splits = {EVERY, split, "restval" if split == "train" else split}, set()
         self.content, self.name = content, name
         captions, labels, self.skipped = defaultdict(list), [], {}
         names, self.annotations, directory = 0, 0, str(Path(root or name))
         for row in usable(itertools.starmap(Sample, rows), self.skipped):
-            of_row = row.split if row.split == "" else str(row.split or "").strip() or "train"
-            splits.add(of_row)
+            # a row with an empty cell is train: an image must not be in two splits
+            splits.add(of_row := ("" if row.split is None else str(row.split).strip()) or "train")
             if of_row not in kept:
                 continue
             path = os.path.join(root, row.file)
@@ -1671,7 +1674,7 @@ class CaptionTable:
                 else:
                     count_problem(left_out("empty caption", path), self.skipped)
         if not captions:
-            found = ", ".join(f":split={x}" for x in sorted(splits - {""})[:9]) or "none"
+            found = ", ".join(f":split={x}" for x in sorted(splits - {EVERY})[:9]) or "none"
             raise UserError(f"{name} has no image that can be used in the split {split} (splits: "
                             f"{found}; left out: {describe_skipped(self.skipped) or 'nothing'}).")
 
@@ -2099,8 +2102,8 @@ def find_columns(path, columns, image, caption):
     images = [image] if image else [name for name in ("filepath", "image") if name in columns]
     texts = [caption] if caption else [name for name in ("title", "caption") if name in columns]
     if len(images) != 1 or len(texts) != 1 or not {*images, *texts} <= {*columns}:
-        raise UserError(f"{path} has the columns {columns}: call one of them image, one caption, "
-                        f"or give {path}:image=COLUMN,caption=COLUMN.")
+        raise UserError(f"{path} has the columns {columns}: give {path}:image=COLUMN,caption=COLUMN"
+                        ", or call one column image and one caption.")
     return images[0], texts[0]
 
 
@@ -2128,7 +2131,7 @@ def read_table(path, image, caption):
                             raise csv.Error("it joins rows")
                 seen.clear()
                 if len(cells) == len(columns) and cells[i]:
-                    yield Sample(cells[i], cells[j], split="" if k is None else cells[k] or None)
+                    yield Sample(cells[i], cells[j], split=EVERY if k is None else cells[k])
                 elif cells:  # an empty line is no row
                     yield left_out(BROKEN_ROW, f"{path}, line {rows.line_num + 1}")
         except csv.Error as error:  # csv also raises it for a cell of more than 131,072 characters
@@ -2161,7 +2164,7 @@ def read_json(path, image, caption):
             image, caption = find_columns(path, [*data[0]], image, caption)
             for number, row in enumerate(data, 1):
                 if row.get(image):
-                    yield Sample(str(row[image]), row.get(caption), split=row.get("split", ""))
+                    yield Sample(str(row[image]), row.get(caption), split=row.get("split", EVERY))
                 else:
                     yield left_out("row without an image", f"{path}, row {number}")
             return
@@ -2414,9 +2417,10 @@ def class_names(folders, file=None):
 
         the file (--classes) holds               class i is called
         ---------------------------------------  -----------------------------------
-        the folders' names, in any order         like folder i, as the line writes it
-        NUMBER NAME for each folder NUMBER       NAME (ImageNet's LOC_synset_mapping.txt, of which
-                                                 only the lines of the folders are read)
+        the folders' names, in any order,        like folder i, as the line writes it
+        among others
+        NUMBER NAME for each folder NUMBER,      NAME (ImageNet's LOC_synset_mapping.txt)
+        among others
         one name for each folder                 line i
         no file: 1,000 numbers of ImageNet       as in torchvision
         no file: names                           like folder i
@@ -2431,18 +2435,18 @@ def class_names(folders, file=None):
         named = [name for name in names if plain_name(name) in plain]
         names = named if len(named) == len(folders) else names
         if len(names) != len(folders):
-            raise UserError(f"{file} has {len(names)} names for {len(folders)} folders: name each.")
+            raise UserError(f"{file} has {len(names)} names for {len(folders)} classes: name each.")
         if places := match_names(names, folders):
             names = [names[places.index(i)] for i in range(len(folders))]
         # A file in another order than the folders would name the classes wrongly.
         for folder, name in zip(plain, map(plain_name, names)):
             if name != folder and name in plain:
-                raise UserError(f"{file} gives the folder {folder} the name of another, {name}: "
-                                "sort its lines as the folders, or write the folders' names.")
+                raise UserError(f"{file} gives the class {folder} the name of another, {name}: "
+                                "sort its lines as the classes, or write the names of the folders.")
     elif len(folders) == 1000 and all(re.fullmatch(r"n\d{8}", folder) for folder in folders):
         # differs: CLIP and CLIP_benchmark have other names, which --classes can give
         names, source = ResNet50_Weights.IMAGENET1K_V1.meta["categories"], "torchvision"
-    names = [re.sub(r"^(n\d{8}\W+(\d+\W+)?|\d{3}\.)", "", x.replace("_", " ")) for x in names]
+    names = [re.sub(r"^(n\d{8}\W+(\d+\W+)?|\d{3}\.\W*)", "", x.replace("_", " ")) for x in names]
     if numbers := [name for name in names if re.fullmatch(r"n\d{8}", name)]:
         raise UserError(f"The class folder {numbers[0]} has a number of ImageNet instead of a "
                         "name: rename the folder. eval.py also takes names by --classes FILE.")
@@ -2470,11 +2474,12 @@ def match_names(names, known):
 
 
 def plain_name(name):
-    """The name of a class in lower case, with spaces in place of "_". The name of a line of
-    ImageNet's LOC_synset_mapping.txt, such as "n01440764 tench", is its number. A tab or a comma
-    may take the place of the space."""
+    """The name of a class in lower case, with spaces in place of "_", without the number of folders
+    such as n02085620-Chihuahua and 001.Albatross. The name of a line of ImageNet's
+    LOC_synset_mapping.txt, such as "n01440764 tench", is its number. A tab or a comma may take the
+    place of the space."""
     name = unicodedata.normalize("NFC", name).replace("_", " ").lower()
-    return re.sub(r"^(n\d{8})[\s,].*", r"\1", name)
+    return re.sub(r"^(?:n\d{8}-|\d{3}\.\W*|(n\d{8})[\s,].*)", r"\1", name)
 
 
 def label_rows(names, labels, fraction):

@@ -990,7 +990,8 @@ def open_benchmark(options, *_):
     if kind == "retrieval":
         return EvalSet(captioned=lambda purpose: itertools.islice(shards.each("caption"), limit))
     source = f"{directory}/classnames.txt"
-    names = common.read_lines(source, "--data")  # an empty line stays: CLEVR has an empty name
+    source = source if common.look_at(source) else options.classes or source
+    names = common.read_lines(source, "--classes")  # an empty line stays: CLEVR has an empty name
     groups, shown = {"": (torch.arange(len(names)), names)}, names
     if options.classes:
         shown, source = common.class_names(names, options.classes)
@@ -1939,9 +1940,9 @@ def learned_classes(options, data, model):
     if ids is None and data.groups and options.classes:  # --classes may rename the folders
         ids = common.match_names(data.classes.names, known)
     if ids is None:
-        raise UserError(f"The classifier has learned other classes than those of {options.data}: "
-                        f"{', '.join(sorted({*known} ^ {*names})[:6])}; --classes names classes of "
-                        "shards.")
+        alone = lambda a, b: ", ".join(sorted({*a} - {*b})[:5]) or "none"
+        raise UserError(f"Only the classifier has {alone(known, names)}; only {options.data} has "
+                        f"{alone(names, known)}: give the same; --classes names classes of shards.")
     return ids
 
 
@@ -2070,8 +2071,7 @@ def to_float(found):
 
 BRIGHTNESS = ("Brightness shows the weight of a patch: black is 0, full brightness is the largest "
               "weight of the map.")
-STOP_WORDS = {*"a an the and of in on at to by with from for as is are it its his her".split(),
-              "next", "well"}
+STOP_WORDS = {*"a an the and of in on at to by with from for as is its his her next well".split()}
 
 
 def draw_text(string, width, size=13, colour="black"):

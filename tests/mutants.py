@@ -228,7 +228,7 @@ rows = torch.«randperm(len(self), generator=torch.Generator().manual_seed(0)) =
 names = [names[«places.index(i) => places[i]»] for i in # --classes in another order, the way back
 category«.startswith("Z"):\n            out.append(" ") =>  == "Zs":\n            out.append(" ")\n        elif category[0] == "Z":\n            pass» # U+2028 parts words
 seen.append(line) or line for line in «file => file.read().splitlines(True)») # U+2028 ends no row
-str(row.split or ""«).strip() => )» or "train" # blanks around a split ;; if plain_name(name) «in => not in» plain] # ImageNet-A has 200 of the names
+str(row.split)«.strip() => ») or "train" # blanks around a split ;; if plain_name(name) «in => not in» plain] # ImageNet-A has 200 of the names
 text = " ".join(unicodedata.normalize("NFC", text).split(«) => " ")»).lower() # BPE: U+2028 parts words
 == common.py | schedules | test_details
 (start - end) * 0.5 * (1 «+ => -» math.cos( # half a cosine

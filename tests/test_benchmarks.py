@@ -228,15 +228,17 @@ def test_classes_of_imagenet_are_known_by_their_numbers(tmp_path):
         (tmp_path / "names.txt").write_text(text)
         names, _ = common.class_names(folders, tmp_path / "names.txt")
         assert names == ["tench, Tinca", "goldfish"]
-    names, _ = common.class_names(["n02085620-Chihuahua", "001.Black_footed_Albatross"])
-    assert names == ["Chihuahua", "Black footed Albatross"]  # Stanford's dogs, CUB's birds
+    (tmp_path / "names.txt").write_text("old Bird\ndog\n")
+    pets = ["001.Old_Bird", "n02085620-Dog"]  # as in CUB, and in Stanford's dogs
+    assert common.class_names(pets)[0] == ["Old Bird", "Dog"]
+    assert common.class_names(pets[::-1], tmp_path / "names.txt")[0] == ["dog", "old Bird"]
     (tmp_path / "names.txt").write_text("\n".join(folders))
     with pytest.raises(common.UserError, match="n01440764 has a number of ImageNet instead of a"):
         common.class_names(folders, tmp_path / "names.txt")
     assert common.match_names(["n01443537 goldfish", "n01440764 tench"], folders) == [1, 0]
     for lines in "Red\nBlue\nSky\n", "red\nred\nblue\n":  # labels would get another's class
         (tmp_path / "names.txt").write_text(lines)
-        with pytest.raises(common.UserError, match="the folder blue the name of another, red"):
+        with pytest.raises(common.UserError, match="the class blue the name of another, red"):
             common.class_names(["blue", "green", "red"], tmp_path / "names.txt")
 
 

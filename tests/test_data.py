@@ -279,12 +279,12 @@ def test_what_holds_for_rows_holds_in_every_format(tmp_path, form):
 def test_an_empty_split_of_a_row_is_train(tmp_path):
     """pandas writes an empty cell as null into JSON. Kaggle's table of Flickr30k has "| "."""
     rows = [dict(image=f"{name}.jpg", caption="a dog", split=split)
-            for name, split in zip("xyz", (" train", None, "test"))]
+            for name, split in zip("wxyz", ("", " train", None, "test"))]
     (tmp_path / "a.json").write_text(json.dumps(rows))
     (tmp_path / "a.csv").write_text("image| caption| Split\n" + "".join(
         f"{row['image']}| {row['caption']}| {row['split'] or ''}\n" for row in rows))
     for name in ("a.json", "a.csv"):
-        for split, images in ("train", ["x.jpg", "y.jpg"]), ("test", ["z.jpg"]):
+        for split, images in ("train", ["w.jpg", "x.jpg", "y.jpg"]), ("test", ["z.jpg"]):
             found = pairs(open_data(f"{tmp_path / name}:split={split}"))
             assert found == dict.fromkeys(images, ["a dog"])
 
@@ -916,16 +916,15 @@ def test_class_folders_give_classes_labels_and_captions(tmp_path):
     source, truck = open_data(str(folder)), "a photo of a fire truck."
     assert source.classes == ["airplane", "fire_truck"]
     assert source.labels.tolist() == [0, 1, 1]
-    assert source.skipped == {
-        "file next to the class folders": [1, f"{folder}/loose.png"],
-        "file without an image's ending": [1, f"{folder}/airplane/notes.txt"]}
+    assert source.skipped == {"file next to the class folders": [1, f"{folder}/loose.png"],
+                              "file without an image's ending": [1, f"{folder}/airplane/notes.txt"]}
     assert source.sample_captions(9) == ["a photo of an airplane.", truck, truck]
     assert common.class_names(source.classes) == (["airplane", "fire truck"], "folders")
     file = tmp_path / "names.txt"
     file.write_text("aeroplane\nfire engine\n\n")
     assert common.class_names(source.classes, file) == (["aeroplane", "fire engine"], str(file))
     file.write_text("aeroplane\n\nfire engine\n")  # the number of a line can be a label
-    assert "has 3 names for 2 folders" in failure(common.class_names, source.classes, file)
+    assert "has 3 names for 2 classes" in failure(common.class_names, source.classes, file)
 
 
 @pytest.mark.parametrize("folders, refused", [

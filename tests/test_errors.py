@@ -157,10 +157,10 @@ ERRORS = [
      {"a.tar": {"0.txt": "no image"}}),
 
     # Tables
-    ("sparc --data a.csv", r"the columns \['url', 'caption'\]: call one of .*a.csv:image=COLUMN",
+    ("sparc --data a.csv", r"the columns \['url', 'caption'\]: give a.csv:image=COLUMN",
      "url,caption\nx,y\n"),
-    ("sparc --data a.json", r"a.json has the columns \['image'\]: call one of them", '[{"image": "a"}]'),
-    ("sparc --data a.csv", r"\['image', 'title', 'caption'\]: call one of them image, one caption",
+    ("sparc --data a.json", r"a.json has the columns \['image'\]: give a.json:image=", '[{"image": "a"}]'),
+    ("sparc --data a.csv", r"\['image', 'title', 'caption'\]: give a.csv:image=COLUMN,caption=",
      "image,title,caption\nx.jpg,x.jpg,one\n"),
     ("sparc --data a.csv", "left out: 1 x empty caption, the last ", "filepath,title\nx.jpg,\n"),
     ("sparc --data a.csv", "^Cannot read a.csv: 'utf-8' codec can't decode", b"filepath,title\nx.jpg,caf\xe9\n"),

@@ -145,9 +145,9 @@ def test_a_classifier_learns_classes_and_eval_py_measures_them(tmp_path, capsys)
     assert "15 images" in capsys.readouterr().out
     assert json.loads((tmp_path / "run/eval.json").read_text())["classification"] == 1
     other = make_folders(tmp_path / "other", ["blue", "green", "yellow"])
-    with pytest.raises(UserError, match="learned other classes than .*/other: red, yellow; --cl"):
+    with pytest.raises(UserError, match="Only the classifier has red; only .*/other has yellow:"):
         evaluation.main([run, "--data", other])
-    with pytest.raises(UserError, match="learned other classes than .*/other: red, yellow"):
+    with pytest.raises(UserError, match="the classifier has red; only .*/other has yellow"):
         train_alone([*SMALL["classifier"], "--data", data, "--eval-data", other, "--out",
                      tmp_path / "new"])
     assert not (tmp_path / "new").exists()
@@ -157,7 +157,7 @@ def test_a_classifier_learns_classes_and_eval_py_measures_them(tmp_path, capsys)
     for start in ([evaluation.main, [run, "--data", spec]],
                   [train_alone, [*SMALL["classifier"], "--data", data, "--eval-data", spec, "--out",
                                  tmp_path / "new"]]):
-        with pytest.raises(UserError, match="other classes than .*: blue, green, numbers, red; --classes"):
+        with pytest.raises(UserError, match="the classifier has blue, green, red; only .* has numbers: .*--classes"):
             start[0](start[1])
     (tmp_path / "names.txt").write_text("red\ngreen\nblue\n")
     evaluation.main([run, "--data", spec, "--classes", str(tmp_path / "names.txt")])
@@ -191,7 +191,7 @@ def test_a_classifier_knows_classes_by_their_names(tmp_path, names, folders):
     data = {"lines": str(tmp_path / "names")} if names else {}
     data |= {"groups": {"": (None, folders.split())}} if folders else {}
     assert classified(["a", "b b", "c"], [2, 0, 1], [0, 1, 2], **data)[0] == 1
-    with pytest.raises(UserError, match="learned other classes than those of x: .*d.* --classes"):
+    with pytest.raises(UserError, match="classifier has .*d; only x has .*: give .*--classes"):
         classified(["a", "b", "d"], [2, 0, 1], [0, 1, 2], **data)
 
 

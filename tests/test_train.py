@@ -172,9 +172,8 @@ def test_tf32_is_used_only_in_updates_of_half_precision(tmp_path, monkeypatch, a
         return encode(model, images)
 
     monkeypatch.setattr(sparc.Model, "patch_outputs", spy)
-    monkeypatch.setattr(
-        evaluation, "evaluate_and_show", lambda embedder, *_: seen.append(
-            ("end", embedder.model.training, matmul.allow_tf32)))
+    monkeypatch.setattr(evaluation, "evaluate_and_show", lambda embedder, *_: seen.append(
+        ("end", embedder.model.training, matmul.allow_tf32)))
     matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # as in NVIDIA's containers
     train.main([*SPARC, "--amp", amp, "--steps", "2", "--out", str(tmp_path)])
     assert set(seen) == {(True, amp == "bf16"), (False, False), ("end", False, False)}
