@@ -184,19 +184,19 @@ def test_degenerate_inputs_have_finite_losses_and_gradients(case):
             assert gradient.isfinite().all(), name
 
 
-def cut_chunks(monkeypatch, limit):
-    """Let a chunk hold at most `limit` similarities."""
-    monkeypatch.setattr(sparc, "in_rows", functools.partial(sparc.in_rows, limit=limit))
-
-
 @pytest.mark.parametrize("limit", [1, 3 * 7 * 6 * 5])  # one and three captions at a time
 def test_chunks_do_not_change_losses_or_gradients(monkeypatch, limit):
     tokens, patches, mask = ragged((5, 2, 3, 1, 4, 5, 2))
     scale = scale_of(7.0)
     whole = all_losses(tokens, patches, mask, scale)
-    cut_chunks(monkeypatch, limit)
+    monkeypatch.setattr(sparc, "in_rows", functools.partial(sparc.in_rows, limit=limit))
     for name, value in all_losses(tokens, patches, mask, scale).items():
         assert_same_with_gradients(value, whole[name], (tokens, patches, scale))
+    drawn = []
+    align = lambda t, v: drawn.append(torch.rand(())) or sparc.alignment_weights(t, v)
+    sparc.fine_grained_loss(tokens, patches, mask, scale, align=align).backward()
+    if limit == 1:  # the backward pass computes each chunk again, with the same random numbers
+        assert len(drawn) == 14 and sorted(drawn[:7]) == sorted(drawn[7:])
 
 
 def test_gloria_loss_is_bounded_if_the_patches_cancel():
@@ -298,7 +298,8 @@ def test_evaluation_uses_the_scores_of_the_loss(objective, monkeypatch):
 
     FILIP's loss has one score for each direction. The evaluation uses the mean of both.
     """
-    cut_chunks(monkeypatch, 4 * 16)  # one caption in each chunk
+    # one caption in each chunk
+    monkeypatch.setattr(sparc, "in_rows", functools.partial(sparc.in_rows, limit=4 * 16))
     model, batch = tiny_model("sparc", objective=objective, filip_keep=1.0).eval(), make_batch()
     patches = model.encode_patches(batch["images"])
     tokens = model.encode_tokens(batch["tokens"], batch["mask"])

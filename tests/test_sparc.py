@@ -32,11 +32,6 @@ def literal_weights(tokens, patches, sigma=None):
     return rows
 
 
-def literal_softmax_weights(tokens, patches):
-    """The softmax weights of Table 8, in place of Eq. 2 to 4 -> L lists of P scalars."""
-    return [softmax([(t * v).sum() for v in patches]) for t in tokens]
-
-
 def literal_sequence(c, t, scale):
     """Eq. 6 for one caption: c and t, L vectors each -> a list with the loss of each token."""
     losses = []
@@ -85,7 +80,7 @@ def test_alignment_weights_equal_equations_2_to_4(sigma):
 
 @pytest.mark.parametrize("align, literal", [
     ("sparse", literal_weights), ("dense", partial(literal_weights, sigma=0.0)),
-    ("softmax", literal_softmax_weights)])
+    ("softmax", lambda tokens, patches: [softmax([(t * v).sum() for v in patches]) for t in tokens])])
 def test_fine_grained_loss_equals_equation_6(align, literal):
     tokens, patches, mask = ragged_with_a_flat_word()
     scale = torch.tensor(7.0, dtype=torch.float64, requires_grad=True)
