@@ -1619,8 +1619,9 @@ def clean_captions(value):
 
 
 def texts_of(cell):
-    """A cell of a table -> its texts. A cell with several texts is a list in JSON or Python."""
-    is_list = str(cell)[:1] in "[(" and not re.search(r"['\"]\s+['\"]", str(cell))  # numpy
+    """A cell of a table -> its texts. A cell with several texts is a list in JSON or Python, or a
+    tuple."""
+    is_list = str(cell)[:1] in ("[", "(") and not re.search(r"['\"]\s+['\"]", str(cell))  # numpy
     for read in (json.loads, ast.literal_eval) if is_list else ():
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             found = read(cell)
@@ -2162,9 +2163,10 @@ def read_json(path, image, caption):
             data = json.loads(text)
         if isinstance(data, list):
             image, caption = find_columns(path, [*data[0]], image, caption)
+            unnamed = "" if any("split" in row for row in data) else EVERY
             for number, row in enumerate(data, 1):
                 if row.get(image):
-                    yield Sample(str(row[image]), row.get(caption), split=row.get("split", EVERY))
+                    yield Sample(str(row[image]), row.get(caption), split=row.get("split", unnamed))
                 else:
                     yield left_out("row without an image", f"{path}, row {number}")
             return
@@ -2442,7 +2444,7 @@ def class_names(folders, file=None):
         for folder, name in zip(plain, map(plain_name, names)):
             if name != folder and name in plain:
                 raise UserError(f"{file} gives the class {folder} the name of another, {name}: "
-                                "sort its lines as the classes, or write the names of the folders.")
+                                "keep the order of the classes, or write the classes' own names.")
     elif len(folders) == 1000 and all(re.fullmatch(r"n\d{8}", folder) for folder in folders):
         # differs: CLIP and CLIP_benchmark have other names, which --classes can give
         names, source = ResNet50_Weights.IMAGENET1K_V1.meta["categories"], "torchvision"
@@ -3595,10 +3597,9 @@ class World:
         # The pairs use all eight colours before they use a colour again, with another shape.
         self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
         # a box has the class 8 * colour + shape
-        kinds = [*itertools.product(range(8), range(8))]
-        self.queries = [coloured(COLOUR_NAMES[c], SHAPE_NAMES[s]) for c, s in kinds]
-        self.trained = [8 * c + s for c, s in kinds
-                        if c < self.palette and (c, s) not in self.heldout_pairs]
+        self.queries = [coloured(*names) for names in itertools.product(COLOURS, SHAPES)]
+        self.trained = [8 * c + s for c, s in itertools.product(range(self.palette), range(8))
+                        if (c, s) not in self.heldout_pairs]
 
     def scenes(self, n, split, generator, objects=None):
         """Draw n scenes of a split -> dict of tensors.

@@ -302,8 +302,8 @@ def as_list(items):
     """Return the items as a list. A single caption, image or open file becomes a list with one
     item."""
     forms = str, bytes, bytearray, memoryview, os.PathLike, Image.Image
-    is_one = hasattr(items, "read") or getattr(items, "ndim", 0) == 3 or isinstance(items, forms)
-    return [items] if is_one or not hasattr(items, "__iter__") else list(items)
+    is_many = hasattr(items, "__iter__") and not hasattr(items, "read")
+    return list(items) if is_many and not isinstance(items, forms) else [items]
 
 
 def progress(items, what, **more):
@@ -499,7 +499,7 @@ class Embedder:
         or a tensor (n, 3, S, S). `workers` threads read the images, `chunk` at a time. Raises
         UserError for another argument, or if an image cannot be read.
         """
-        images = as_list(images)
+        images = [images] if torch.is_tensor(images) and images.ndim == 3 else as_list(images)
         some = images or [torch.zeros(3, self.image_size, self.image_size)]  # to get the width E
         pairs = zip(some, itertools.repeat(None))
         return self.encode_pairs(pairs, encode, read=self.read_given)[0][: len(images)]
@@ -534,15 +534,16 @@ class Embedder:
         if model.align_words:
             maps = self.compute(model.align_words, x, tokens, mask)[0]      # (L, P)
         elif model.slots:
-            part = lambda k: self.compute(lambda *inputs: model.attend(*inputs)[k], x, tokens, mask)
-            maps, found["words"] = part(0)[0], part(1)[0].numpy()           # (n, [1 +] P), (n, L)
+            both = lambda *inputs: torch.cat(model.attend(*inputs)[1::-1], -1)  # over text, image
+            maps = self.compute(both, x, tokens, mask)[0]                   # (n, L + [1 +] P)
+            found["words"] = maps[:, : len(found["tokens"])].numpy()        # (n, L)
         elif model.word_maps:
             maps = self.compute(functools.partial(model.word_maps, ids=tokens[0]), x)[0].T  # (L, N)
         else:
             raise UserError("This model has no maps: give a run of SPARC, of STAIR, or with slots.")
         grid = [math.ceil(side / model.image_encoder.patch_size) for side in x.shape[2:]]
-        maps = maps[:, -math.prod(grid) :].unflatten(1, grid)               # (n, h, w), no [CLS]
-        return found | {"patches": maps.numpy()}
+        # (n, h, w); the last columns are the patches
+        return found | {"patches": maps[:, -math.prod(grid) :].unflatten(1, grid).numpy()}
 
     def encode_batches(self, batches, encode="encode_image"):
         """Batches of images (b, 3, S, S) -> encodings (n, E) or (n, P, E), on this rank alone."""
@@ -555,7 +556,7 @@ class Embedder:
         many parts. read(file, number of the pair) -> image. Without `read` the image is a centre
         crop."""
         values, read = [], read or (lambda image, number: self.read(image))
-
+        # row: (number, pair)
         attempt = lambda row: common.with_image(sample_of(*row[1]), read, row[0])
 
         def compute(piece):
@@ -978,7 +979,7 @@ def open_benchmark(options, *_):
     holds the label of a sample. A label is the number of a line of classnames.txt, counted from 0.
     Raises UserError if a file is missing or wrong.
     """
-    directory, limit = options.data, options.limit
+    directory, limit, given = options.data, options.limit, options.classes
     split = Path(directory, options.split)
     with common.explained(ValueError, f"{split}/nshards.txt", "; it is the number of tars"):
         n = int(common.read_text(split / "nshards.txt", "--data"))
@@ -990,11 +991,10 @@ def open_benchmark(options, *_):
     if kind == "retrieval":
         return EvalSet(captioned=lambda purpose: itertools.islice(shards.each("caption"), limit))
     source = f"{directory}/classnames.txt"
-    source = source if common.look_at(source) else options.classes or source
+    source = source if common.look_at(source) else given or source
     names = common.read_lines(source, "--classes")  # an empty line stays: CLEVR has an empty name
-    groups, shown = {"": (torch.arange(len(names)), names)}, names
-    if options.classes:
-        shown, source = common.class_names(names, options.classes)
+    groups = {"": (torch.arange(len(names)), names)}
+    shown, source = common.class_names(names, given) if given else (names, source)
     templates, file = options.templates, f"{directory}/zeroshot_classification_templates.txt"
     if not templates and common.look_at(file):
         templates = read_templates([file])
@@ -1267,7 +1267,7 @@ def open_second(options, data, spec, root, message):
     limit = None if options.label_fraction else options.learn_limit
     # --classes names the classes of --data, and of shards, which have no names of their own
     second = dataclasses.replace(options, data=spec, split=split, image_root=root, limit=limit,
-                                 classes=options.classes if spec.endswith(".tar") else None)
+                                 classes=options.classes if spec.lower().endswith(".tar") else None)
     return open_eval_set(second, data.image_size)
 
 
@@ -1940,9 +1940,9 @@ def learned_classes(options, data, model):
     if ids is None and data.groups and options.classes:  # --classes may rename the folders
         ids = common.match_names(data.classes.names, known)
     if ids is None:
-        alone = lambda a, b: ", ".join(sorted({*a} - {*b})[:5]) or "none"
-        raise UserError(f"Only the classifier has {alone(known, names)}; only {options.data} has "
-                        f"{alone(names, known)}: give the same; --classes names classes of shards.")
+        only = lambda a, b: ", ".join(sorted({*a} - {*b})[:5]) or "none"
+        raise UserError(f"Only the classifier has {only(known, names)}; only {options.data} has "
+                        f"{only(names, known)}: make them equal; --classes names those of shards.")
     return ids
 
 
@@ -2071,7 +2071,8 @@ def to_float(found):
 
 BRIGHTNESS = ("Brightness shows the weight of a patch: black is 0, full brightness is the largest "
               "weight of the map.")
-STOP_WORDS = {*"a an the and of in on at to by with from for as is its his her next well".split()}
+STOP_WORDS = {*("a an the and of in on at to by with from for as is are it its his her "
+                "next well").split()}
 
 
 def draw_text(string, width, size=13, colour="black"):

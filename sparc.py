@@ -167,9 +167,9 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
     # = losses_of(tokens, patches, words), for some captions at a time, to save memory (below)
     losses = in_rows(losses_of, tokens, patches, words, size=tokens.shape[1] * patches.shape[1])
     count = words.sum(1)                                        # (B,), L_i
-    if {"caption": False, "batch": True}[token_mean]:  # listing 1
-        return mean_of_batch(losses, count, gather)             # below
-    return (losses / count.clamp(min=1)).mean()                 # 1/B sum_i loss_i / L_i
+    if token_mean == "caption":
+        return (losses / count.clamp(min=1)).mean()             # 1/B sum_i loss_i / L_i
+    return {"batch": mean_of_batch}[token_mean](losses, count, gather)  # listing 1, below
 
 
 def words_only(mask):
@@ -600,7 +600,7 @@ def pacl_scores(patches, t):
 @fp32
 def pacl_loss(t, patches, scale, *, gather=all_ranks):
     """PACL (arXiv 2212.04994). t (b, E): embeddings of captions; patches (b, P, E) -> scalar."""
-    patches, t = F.normalize(patches, dim=-1), F.normalize(t, dim=-1)
+    patches, t = F.normalize(patches, dim=-1), unit(t)
     return contrast(scale * in_chunks(pacl_scores, patches, gather(t)[:, None]), gather)
 
 
@@ -662,7 +662,7 @@ def prototype_loss(v, t, prototypes, scale, *, gather=all_ranks):
     learned tau: zero-shot was .941. Zero-shot was .855 with three learned tau that start at the
     constants of MGCA's code (36 patches, --data shapes, seed 0).
     """
-    v, t, prototypes = (F.normalize(x, dim=-1) for x in (v, t, prototypes))
+    v, t, prototypes = unit(v), unit(t), unit(prototypes)
     s = torch.stack([v @ prototypes.T, t @ prototypes.T])           # (2, b, K)
     # Sinkhorn-Knopp, 3 iterations (D.4): scale columns to sum 1 over all ranks, then rows
     q = (s.detach() / 0.05).exp()  # epsilon is .05 (D.4)

@@ -184,12 +184,17 @@ def test_degenerate_inputs_have_finite_losses_and_gradients(case):
             assert gradient.isfinite().all(), name
 
 
+def cut_chunks(monkeypatch, limit):
+    """Let a chunk hold at most `limit` similarities."""
+    monkeypatch.setattr(sparc, "in_rows", functools.partial(sparc.in_rows, limit=limit))
+
+
 @pytest.mark.parametrize("limit", [1, 3 * 7 * 6 * 5])  # one and three captions at a time
 def test_chunks_do_not_change_losses_or_gradients(monkeypatch, limit):
     tokens, patches, mask = ragged((5, 2, 3, 1, 4, 5, 2))
     scale = scale_of(7.0)
     whole = all_losses(tokens, patches, mask, scale)
-    monkeypatch.setattr(sparc, "in_rows", functools.partial(sparc.in_rows, limit=limit))
+    cut_chunks(monkeypatch, limit)
     for name, value in all_losses(tokens, patches, mask, scale).items():
         assert_same_with_gradients(value, whole[name], (tokens, patches, scale))
     drawn = []
@@ -298,8 +303,7 @@ def test_evaluation_uses_the_scores_of_the_loss(objective, monkeypatch):
 
     FILIP's loss has one score for each direction. The evaluation uses the mean of both.
     """
-    # one caption in each chunk
-    monkeypatch.setattr(sparc, "in_rows", functools.partial(sparc.in_rows, limit=4 * 16))
+    cut_chunks(monkeypatch, 4 * 16)  # one caption in each chunk
     model, batch = tiny_model("sparc", objective=objective, filip_keep=1.0).eval(), make_batch()
     patches = model.encode_patches(batch["images"])
     tokens = model.encode_tokens(batch["tokens"], batch["mask"])

@@ -371,15 +371,13 @@ def test_a_mask_of_zeros_and_ones_is_one_of_bools_and_floats_are_refused(call):
     (lambda: sparc.gloria_loss(PATCHES, TOKENS, MASK, 9.0), r"\[4, 9\]"),
     (lambda: HEAD(TOKENS, MASK[:1]), r"bools \[4, 6\], not .*\[1, 6\]"),
     (lambda: SPARO(TOKENS, MASK), "eos_idx needs 4 indices .*True"),
-    (lambda: sparo.Sparo(E, L=5, V=3, D=4, grp_size=2), "invalid for input of size 20"),
-    (lambda: stair.TokenProjectionHead(E, nn.Embedding(11, E), [None]), "NoneType"),
     (lambda: sparo.normalize_slots(V_AND_T[0]), "expected 3, got 2"),
     *((lambda loss=loss: loss(*V_AND_T, 9.0, **TWICE), "process group") for loss in CONTRASTIVE),
     (lambda: bam.bam_loss(V_AND_T[0], 2, **TWICE), "process group"),
     (lambda: bam.ablated_loss(V_AND_T[0], 2, None, 2, bam.Settings(target="onehot"), **TWICE),
      "process group")])
 def test_wrong_shapes_masks_and_numbers_raise_errors_that_name_them(call, message):
-    with pytest.raises((ValueError, RuntimeError, TypeError), match=message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 

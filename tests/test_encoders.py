@@ -4,7 +4,6 @@ Further tests check which weights are read from the checkpoints of other project
 """
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from torch.nn.functional import gelu, layer_norm
 from torchvision.models import resnet
 
 import common
-import eval as evaluation
 import train
 from helpers import assert_same_with_gradients
 
@@ -199,11 +197,9 @@ def test_resnet_returns_torchvisions_last_feature_map():
     with torch.no_grad():
         theirs((images - mean) / std)
         torch.testing.assert_close(ours(images), maps[0].flatten(2).transpose(1, 2))
-    assert (ours.width, ours.grid, ours.cls) == (2048, 2, None)
-    embedder = evaluation.Embedder(SimpleNamespace(  # a side of 72 pixels has three tokens
-        image_encoder=common.ResNet(72), align_words=lambda images, *_: torch.rand(1, 4, 9)),
-        common.WordPiece([*common.SPECIAL_TOKENS, "a"]), 8, 72)
-    assert embedder.maps(torch.rand(3, 72, 72), "a a")["patches"].shape == (4, 3, 3)
+    assert (ours.width, ours.grid, ours.patch_size, ours.cls) == (2048, 2, 32, None)
+    with torch.no_grad():  # a side of 72 pixels has three tokens
+        assert ours(torch.rand(1, 3, 72, 40)).shape[1] == math.ceil(72 / 32) * math.ceil(40 / 32)
     kernels = [p for p in ours.parameters() if p.ndim == 4]
     ours.train()(images).sum().backward()  # DDP copies gradients whose strides are not the weights'
     assert all(p.grad.is_contiguous(memory_format=torch.channels_last) for p in kernels)

@@ -191,7 +191,7 @@ def test_a_classifier_knows_classes_by_their_names(tmp_path, names, folders):
     data = {"lines": str(tmp_path / "names")} if names else {}
     data |= {"groups": {"": (None, folders.split())}} if folders else {}
     assert classified(["a", "b b", "c"], [2, 0, 1], [0, 1, 2], **data)[0] == 1
-    with pytest.raises(UserError, match="classifier has .*d; only x has .*: give .*--classes"):
+    with pytest.raises(UserError, match="classifier has .*d; only x has .*: make .*--classes"):
         classified(["a", "b", "d"], [2, 0, 1], [0, 1, 2], **data)
 
 

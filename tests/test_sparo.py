@@ -53,6 +53,8 @@ def listing(self, x, eos_idx=None):
 @pytest.mark.parametrize("grp_size", [1, 2, 4])
 @pytest.mark.parametrize("ends", [None, [4, 0, 2]])
 def test_slots_equal_equation_1_and_the_papers_listing(grp_size, ends):
+    with pytest.raises(RuntimeError, match="invalid for input"):  # no slot is lost without a word
+        sparo.Sparo(d=6, L=5, V=3, D=5, grp_size=3)
     module = sparo.Sparo(d=6, L=4, V=3, D=5, grp_size=grp_size).double()
     for p in module.parameters():
         nn.init.normal_(p)  # biases, too

@@ -467,6 +467,8 @@ def test_an_average_of_a_model_is_in_the_stage_of_the_model(use_buffers):
 
 
 def test_a_head_of_the_meta_device_has_its_special_tokens_when_it_is_loaded():
+    with pytest.raises(TypeError, match="NoneType"):  # the id of a tokenizer without padding
+        build(special=[None])
     head, h = stair.TokenProjectionHead(8, nn.Embedding(50, 8), (0, 1, 2, 3)), torch.randn(2, 5, 8)
     with torch.device("meta"):
         other = stair.TokenProjectionHead(8, nn.Embedding(50, 8), (0, 1, 2, 3))
