@@ -51,7 +51,8 @@ def pytest_configure(config):
 def pytest_sessionfinish(session):
     if second := session.config.second:
         output, _ = second.communicate()
-        session.config.get_terminal_writer().write(f"\nThe second process:\n{output}")
+        ended = f"\nThe second process ended with status {second.returncode}:\n{output}"
+        session.config.get_terminal_writer().write(ended)
         session.exitstatus = session.exitstatus or second.returncode
 
 
