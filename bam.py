@@ -299,10 +299,12 @@ def in_fp32(function, *args, **kwargs):
 
 def same_image(z, n_global, c, mask):
     """Which rows z (k, n, E) and columns c (m, E) show one image -> (k, n, m). With mask="self"
-    they show one view; with "none" no entry is True. Rank i is taken to have the i-th part of c, so
-    a gather that joins only some ranks gives wrong pairs."""
-    k, n = z.shape[:2]
-    rank = dist.get_rank() if len(c) > n_global * n else 0
+    they show one view; with "none" no entry is True. Rank i has the i-th part of c. Raises
+    ValueError if `gather` joins other rows."""
+    (k, n), of_rank = z.shape[:2], n_global * z.shape[1]
+    if len(c) != of_rank and len(c) != of_rank * dist.get_world_size():
+        raise ValueError(f"{len(c)} columns of {n} images a rank: gather those of all ranks.")
+    rank = dist.get_rank() if len(c) > of_rank else 0
     column = torch.arange(len(c), device=z.device)  # a rank's columns are view after view
     image = column // (n_global * n) * n + column % n                    # (m,), of all ranks
     view = column // n % n_global                                        # (m,)
@@ -763,13 +765,12 @@ def block_loss(S, S_m, tau, target):
 # L = 2 tau [CE(q1 . k2 / tau) + CE(q2 . k1 / tau)]                              (Algorithm 1)
 @fp32
 def moco_loss(q, k, tau, *, gather=all_ranks):
-    """q, k (2, n, E): queries and keys of two views of n images -> scalar. A query must find the key
-    of its image's other view among the keys that all ranks have for that view. Keys have no
+    """q, k (2, n, E): queries and keys of two views of n images -> scalar. A query must find the
+    key of its image's other view among the keys that all ranks have for that view. Keys have no
     gradient."""
     q, k = F.normalize(q, dim=-1), F.normalize(k.detach(), dim=-1)
     k1, k2 = gather(k.transpose(0, 1)).unbind(1)                         # (W n, E) each
-    n, rank = q.shape[1], dist.get_rank() if len(k1) > q.shape[1] else 0
-    own = rank * n + torch.arange(n, device=q.device)                    # (n,)
+    own = same_image(q[:1], 1, k1, "exclude")[0].int().argmax(1)         # (n,)
     losses = [F.cross_entropy(q[0] @ k2.T / tau, own), F.cross_entropy(q[1] @ k1.T / tau, own)]
     return 2 * tau * sum(losses)
 
@@ -809,10 +810,9 @@ class MoCo(FullModel):
         return h, projector(h, gather)                                       # (2, n, E)
 
     def forward(self, batch, gather=all_ranks):
-        views = batch["views"]
         with torch.no_grad():
-            k = self.latents(self.teacher, views, gather)[1]
-        h, z = self.latents(self.student(), views, gather)
+            k = self.latents(self.teacher, batch["views"], gather)[1]
+        h, z = self.latents(self.student(), batch["views"], gather)
         q = self.predictor(z, gather)                                        # (2, n, E)
         loss = moco_loss(q, k, self.config.tau, gather=gather)
         return {"loss": loss, **to_log(h, z, gather)}

@@ -1785,7 +1785,7 @@ class TarShards:
         missing = [f"{path} ({look})" for path, look in looks if isinstance(look, str)]
         if missing:
             raise UserError(f"{len(missing)} of the {len(self.paths)} shards are missing, first "
-                            f"{missing[0]}: name others, or all that exist by DIR/*.tar.")
+                            f"{missing[0]}: name some that exist. DIR/*.tar names all of a folder.")
         # computed without directories, so that a run can resume if the data have moved
         names = [(os.path.basename(path), *look) for path, look in looks]
         self.fingerprint = f"{len(self.paths)} shards, {zlib.crc32(repr(names).encode())}"

@@ -2422,8 +2422,8 @@ def print_notes(embedder, data):
     """Print facts on which the metrics depend: names of classes, and captions that are cut."""
     # without "classes" no task has needed the names of class folders
     if (classes := vars(data).get("classes")) and embedder.tokenizer:
-        print(f"Class names: {classes.source}. First of {len(classes.templates)} prompts: "
-              f"{classes.prompts[0]!r}")
+        print(f"Class names: {classes.source}. Prompts of a class: {len(classes.templates)}, "
+              f"for example {classes.prompts[0]!r}")
     print_unseen(embedder.counted, embedder.context)
 
 

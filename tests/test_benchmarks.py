@@ -59,7 +59,7 @@ def test_a_sets_own_names_and_prompts_are_used_unless_others_are_given(run_of, t
     settings = json.loads((run / "evals.jsonl").read_text().splitlines()[-1])["settings"]
     assert settings["class_names"] == f"{spec}/classnames.txt"
     assert (settings["templates"], settings["prompts"]) == (None, ["a {c}.", "the {c}"])
-    assert "classnames.txt. First of 2 prompts: 'a blue.'" in capsys.readouterr().out
+    assert "classnames.txt. Prompts of a class: 2, for example 'a blue.'" in capsys.readouterr().out
     (tmp_path / "names.txt").write_text("sky\n\nblood\n")
     data, _ = opened(spec, classes=str(tmp_path / "names.txt"), templates=["{a}!"])
     assert data.classes.prompts == ["a sky!", "a !", "a blood!"]  # CLEVR has an empty name, too

@@ -324,6 +324,15 @@ def test_contrastive_losses_refuse_what_has_no_pairs(loss, v, t, message, monkey
         loss(*V_AND_T, 10.0, **TWICE)
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_bams_losses_refuse_a_gather_of_some_ranks(monkeypatch, ranks):
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    for loss in (lambda: bam.bam_loss(V_AND_T.flatten(0, 1), 2, **TWICE),
+                 lambda: bam.moco_loss(V_AND_T, V_AND_T, 0.1, **TWICE)):
+        with pytest.raises(ValueError, match="columns of 4 images a rank: gather those of all"):
+            loss()
+
+
 @pytest.mark.parametrize("loss", CONTRASTIVE)
 def test_contrastive_losses_normalise_and_take_options_by_name(loss):
     v, t = V_AND_T.abs() + 1

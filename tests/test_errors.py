@@ -130,7 +130,7 @@ ERRORS = [
     ("sparc --data nowhere.csv", "Cannot read nowhere.csv: No such file"),
     ("sparc --data {000..004}.tar", "3 of the 5 shards .* first 002.tar"),
     ("sparc --image-encoder tiny:pixels=foo", "one of clip, imagenet, half, not 'foo'"),
-    ("sparc --data no*.tar", r"first no\*.tar .No such .*: name others, .* by DIR/\*.tar"),
+    ("sparc --data no*.tar", r"first no\*.tar .No such .*: name some that exist. DIR/\*.tar"),
     ("sparc --data 000.tar::gone.tar", "gone.tar"),
     ("sparc --data 000.tar::table.csv", "Cannot read 000.tar::table.csv: No such file"),
     ("sparc --data table.csv:colour=x", "no setting 'colour'; its settings: caption, image"),
