@@ -19,7 +19,7 @@ E numbers.
     A         attention                  (k, n, m)     Eq. 1; row a_i^j: view j of image i
     B         sinkhorn, then B[:G]       (G, n, m)     Eq. 4; the targets; App. C calls them T
     tau       tau                        scalar        Eq. 1; temperature of A
-    tau_B     tau_b                      scalar        Sec. 3.4; temperature of B; tau in Eq. 4
+    tau_B     tau_b                      scalar        Sec. 3.4; tau in Eq. 4, lambda in App. F
     L_BAM     image_losses, bam_loss     (n,), scalar  Eq. 5; CE: cross-entropy
 
 The authors' code is https://github.com/DanielShalam/BAM at fd85871; (FILE:LINE) is a place in it.
@@ -192,12 +192,10 @@ class Model(nn.Module):
 
     def forward(self, batch, gather=all_ranks):
         """batch["views"]: list of k views (n, 3, s, s), two large first -> {"loss", scalars}."""
-        z_m = None
-        views = batch["views"]
-        if self.teacher:  # first, as the student's activations would lie in memory meanwhile
+        views, z_m = batch["views"], None
+        if self.teacher:  # first, so that the student's activations are not yet in memory
             with torch.no_grad():
-                _, z_m = self.latents(self.teacher, views, gather)             # (k, n, E)
-            z_m = z_m.flatten(0, 1)                                            # (k n, E)
+                z_m = self.latents(self.teacher, views, gather)[1].flatten(0, 1)  # (k n, E)
         h, z = self.latents(self.student(), views, gather)
         loss, *entropies = self.loss(z.flatten(0, 1), len(views), z_m, gather)
         return {"loss": loss, **to_log(h, z, gather, *entropies)}
@@ -479,8 +477,8 @@ class Settings(Config):
     local_size: int = 96  # side of a small view in pixels, > 0 (authors' main_pretrain.py:133)
     # smallest area of a view / area of its image, > 0, <= 1 (authors' main_pretrain.py:132)
     crop_least: float = 0.05
-    # area of a view / area of its image, > 0, <= 1, which is the largest for a small view and the
-    # smallest for a large view (vit_small.slurm:60)
+    # area of a view / area of its image, > 0, <= 1: small views have at most this area, large views
+    # at least this area (vit_small.slurm:60)
     crop_border: float = 0.25
     contrastive_crop: bool = True  # crop where [CLS] attends, by ContrastiveCrop (App. G)
     crop_start: int = 12_512  # first step with ContrastiveCrop, after 40 epochs in App. G
@@ -560,8 +558,6 @@ class FullModel(Model):
         remedy = ", or give --no-teacher" if self.config.teacher else ""
         return (f"the network has collapsed (mean cosine {cosine:.3f}, effective rank {rank:.1f}): "
                 f"lower --tau-b or --lr{remedy}.")
-
-
 
 
 def model_class(args):

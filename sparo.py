@@ -321,8 +321,8 @@ def as_bools(mask, shape):
 @dataclass(kw_only=True)
 class Settings(Config):
     """All flags of this method. Model reads those of Config; Baseline and Dino read their own, too.
-    train.py alone reads replace_block (blocks_left_out), local_crops, local_size, crop_least and
-    crop_border (views)."""
+    train.py alone reads local_crops, local_size, crop_least and crop_border (views). common.py and
+    Dino read replace_block (blocks_left_out)."""
 
     objective: Literal["clip", "dino"] = "clip"  # training loss: CLIP's (Sec. 3.3), DINO's (3.4)
     # how the outputs of an encoder become an encoding (Sec. 4, 5.3, B.2). sparo: slots. cls: one
@@ -347,8 +347,8 @@ class Settings(Config):
     local_crops: int = 8           # DINO: number of small views. There are two large views (C.2)
     local_size: int = 96           # DINO: height and width of a small view in pixels, > 0 (C.2)
     crop_least: float = 0.05       # DINO: smallest area of a view / of its image, > 0, <= 1 (C.2)
-    # DINO: area of a view / area of its image, > 0, <= 1, which is the largest for a small view and
-    # the smallest for a large view (App. C.2)
+    # DINO: area of a view / area of its image, > 0, <= 1: small views have at most this area, large
+    # views at least this area (App. C.2)
     crop_border: float = 0.4
 
 
@@ -367,7 +367,7 @@ PRESETS = {  # the values of --preset: settings of this file and of train.py; fl
     "cc12m-b16": dict(image_encoder="clip-b16", L=64, steps=61_219, **PAPER),
     "cc3m-b32": dict(image_encoder="clip-b32", L=64, steps=21_838, **PAPER),  # Table B.1
     "cc12m-b32": dict(image_encoder="clip-b32", L=64, steps=61_219, **PAPER),
-    # Table 6, and SPARO's and AttnPool's rows of CLIP32 in Table B.1, which are Table 6's: --L 128
+    # With --L 128: Table 6 and, in Table B.1, SPARO and AttnPool of CLIP32, which are Table 6's
     "cc15m-b32": dict(image_encoder="clip-b32", L=64, steps=78_280, **PAPER),
     "cc15m-b16": dict(image_encoder="clip-b16", L=64, steps=78_280, **PAPER),
     "l400m-b32": dict(image_encoder="clip-b32", L=128, steps=312_214,
@@ -411,9 +411,9 @@ class FullModel(Model):
     def attend(self, images, tokens, mask):
         """What the slots of B pairs attend to (Sec. 5.4): their attention over the image's tokens
         (B, L, n) and over the caption's tokens (B, L, n), then the slots of both (B, L, V)."""
-        y_i, over_image = self.image_slots(images, return_attn=True)
-        y_t, over_text = self.text_slots(tokens, mask, return_attn=True)
-        return over_image, over_text, y_i, y_t
+        slots_i, over_image = self.image_slots(images, return_attn=True)
+        slots_t, over_text = self.text_slots(tokens, mask, return_attn=True)
+        return over_image, over_text, slots_i, slots_t
 
 
 # Other read-outs --------------------------------------------------------------------------
@@ -779,17 +779,17 @@ def views(args):
 # Analyses ---------------------------------------------------------------------------------
 
 
-def slot_accuracies(y_i, y_t, labels):
-    """Slots y_i (n, L, V) of images, slots y_t (C, L, V) of classes, labels (n,) -> zero-shot
-    accuracy of each slot alone (L,) (Sec. 5.1)."""
-    y_i, y_t = F.normalize(y_i, dim=-1), F.normalize(y_t, dim=-1)
+def slot_accuracies(slots_i, slots_t, labels):
+    """slots_i (n, L, V) of images, slots_t (C, L, V) of classes, labels (n,) -> zero-shot accuracy
+    of each slot alone (L,) (Sec. 5.1)."""
+    y_i, y_t = F.normalize(slots_i, dim=-1), F.normalize(slots_t, dim=-1)
     right = [(y_i[:, l] @ y_t[:, l].T).argmax(1) == labels for l in range(y_i.shape[1])]
     return torch.stack(right).float().mean(1)
 
 
-def slot_words(over_text, y_i, y_t, mask):
+def slot_words(over_text, slots_i, slots_t, mask):
     """Which slots can be interpreted by a word (Sec. 5.4). over_text (n, L, length): the weights
-    that slots give to the tokens of captions; slots y_i, y_t (n, L, V); mask (n, length). Returns
+    that slots give to the tokens of captions; slots_i, slots_t (n, L, V); mask (n, length). Returns
 
         word       (n, L)  the position of the token to which a slot gives the highest weight
         sharpness  (n, L)  the weight that the slot gives to this token
@@ -801,7 +801,7 @@ def slot_words(over_text, y_i, y_t, mask):
     """
     sharpness, word = over_text.max(-1)
     is_word = (word > 0) & (word < mask.sum(1, keepdim=True) - 1)           # not [CLS], not [SEP]
-    is_similar = F.cosine_similarity(y_i, y_t, dim=-1) > 0.75
+    is_similar = F.cosine_similarity(slots_i, slots_t, dim=-1) > 0.75
     return word, sharpness, is_similar & (sharpness > 0.5) & is_word
 
 
@@ -821,8 +821,8 @@ def train_mask(y_i, y_p, y_n, kinds, parts, epochs=100, batch=256, generator=Non
     y_i, y_p, y_n (n, M): encodings of images, of their captions and of the hard negatives. kinds:
     the kinds of the n pairs. parts: M', the number of weights of the mask, a divisor of M: L for
     slots, M for single dimensions. A pair is right if the image is closer to the caption than to
-    the negative.
-    The accuracy is the mean over kinds of the fraction of right pairs. All pairs train alike.
+    the negative. The accuracy is the mean over kinds of the fraction of right pairs. All pairs
+    train alike.
 
     Returns the mask (M,) of the epoch with the highest accuracy, the accuracy without a mask, and
     the accuracy with this mask. The mask is all ones if no epoch beats the encodings without a
@@ -865,7 +865,7 @@ def train_mask(y_i, y_p, y_n, kinds, parts, epochs=100, batch=256, generator=Non
 
 
 def winoground_scores(s):
-    """Scores s (n, 2, 2), [pair, caption, image] -> text, image, group, each (n,) bool (B.4).
+    """Scores s (n, 2, 2), [pair, caption, image] -> text, image, group, each (n,) bool (App. B.5).
 
     text: both images score higher with their own caption. image: both captions score higher with
     their own image. group: both text and image hold. Equal scores count as wrong.

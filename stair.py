@@ -241,9 +241,9 @@ class Model(nn.Module):
 # To read STAIR, stop here. ------------------------------------------------------------------
 #
 # To turn Hugging Face's CLIP (`model`) into STAIR: `images` are pixels, `ids` are tokens with the
-# attention mask `mask`. Lines marked "once" come before DDP. The lines
-# are those of stage 3, and words get new meanings without stage 1 (Table 7). For stage 1 multiply t
-# by caption_mask(ids, mask, t.shape[1]).
+# attention mask `mask`. Lines marked "once" come before DDP. The lines are those of stage 3. For
+# stage 1, without which words get new meanings (Table 7), multiply t by
+# caption_mask(ids, mask, t.shape[1]).
 #     e, special = model.text_model.embeddings.token_embedding, (49406, 49407)  # once
 #     model.image_head = TokenProjectionHead(768, e, special)                   # once
 #     model.text_head = TokenProjectionHead(512, e, special)                    # once
