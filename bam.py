@@ -300,8 +300,8 @@ def same_image(z, n_global, c, mask):
     they show one view; with "none" no entry is True. Rank i has the i-th part of c. Raises
     ValueError if `gather` joins other rows."""
     (k, n), of_rank = z.shape[:2], n_global * z.shape[1]
-    if len(c) != of_rank and len(c) != of_rank * dist.get_world_size():
-        raise ValueError(f"{len(c)} columns of {n} images a rank: gather those of all ranks.")
+    if len(c) == n_global or len(c) != of_rank and len(c) != of_rank * dist.get_world_size():
+        raise ValueError(f"{n} images, {len(c)} columns: give two or more, as many on each rank.")
     rank = dist.get_rank() if len(c) > of_rank else 0
     column = torch.arange(len(c), device=z.device)  # a rank's columns are view after view
     image = column // (n_global * n) * n + column % n                    # (m,), of all ranks
@@ -791,7 +791,6 @@ class MoCo(FullModel):
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__(config, image_encoder, text_encoder, image_width, text_width)
-        moco_weights(image_encoder)
         hidden, E = config.projector_width, config.projector_dim
         is_vit = hasattr(image_encoder, "patch_embed")
         if is_vit and isinstance(image_encoder.patch_embed, nn.Conv2d):
@@ -823,9 +822,11 @@ class MoCo(FullModel):
         return 4 * self.config.tau * math.log(batch_size)
 
 
-def moco_weights(encoder):
+def initialize(args, encoder):
     """Initial weights of MoCo-v3: Xavier's for a ViT, with q, k and v apart (vits.py:34), and 0 for
-    the last norm of a ResNet's block (main_moco.py:186)."""
+    the last norm of a ResNet's block (main_moco.py:186). Weights of --init-weights come later."""
+    if args.target != "moco":
+        return
     for name, layer in encoder.named_modules():
         if isinstance(layer, nn.Linear):
             for part in layer.weight.data.chunk(3 if name.endswith("qkv") else 1):

@@ -625,6 +625,7 @@ class Method:
     needs_cls = lambda self, args: ""    # the flag that needs a [CLS] token; "" if none does
     blocks_left_out = lambda self, args: 0  # number of last blocks that the method replaces
     vit_settings = lambda self, args: {}  # arguments of ViT that override --image-encoder
+    initialize = lambda self, args, encoder: None  # gives a new image encoder other first weights
     views = lambda self, args: None      # arguments of View, a dict for each random view
     augment = lambda self, args: None    # arguments of Augment, for labelled images
     stages = lambda self, args: [(1, args.steps, args.lr)]  # (number, steps, peak lr)
@@ -2490,9 +2491,9 @@ def label_rows(names, labels, fraction):
     names: the names of the images, None for an image without a name. labels: the labels of the
     images.
     fraction: a number in (0, 1], or a file. The number is the fraction of each class to keep. Each
-    class keeps at least one image. Every call keeps the same images. The file lists images, one per
-    line: NAME, or a path that ends in FOLDER/NAME. BAM uses such lists of SimCLR, with 1 % and 10 %
-    of ImageNet (Table 4).
+    class keeps at least one image. Every call keeps the same images, in whatever order they come.
+    The file lists images, one per line: NAME, or a path that ends in FOLDER/NAME. BAM uses such
+    lists of SimCLR, with 1 % and 10 % of ImageNet (Table 4).
 
     Raises UserError if a line of the file does not name exactly one image.
     """
@@ -2502,8 +2503,8 @@ def label_rows(names, labels, fraction):
             raise UserError(f"--label-fraction {fraction} must be above 0 and at most 1.")
         generator = np.random.default_rng(0)
         for label in np.unique(labels):
-            of_class = generator.permutation(np.flatnonzero(labels == label))
-            rows += of_class[: max(1, round(share * len(of_class)))].tolist()
+            of_class = sorted(np.flatnonzero(labels == label), key=lambda i: str(names[i]))
+            rows += generator.permutation(of_class)[: max(1, round(share * len(of_class)))].tolist()
         return sorted(rows)
     # the folder of a line tells files of equal names apart
     lines = read_list(fraction, "--label-fraction (number or file)")
@@ -3191,7 +3192,7 @@ def load_clip(encoders, state_dict, tokenizer):
     rest = {key: x for key, x in state.items() if key not in CLIP_PARTS + OPENAI_ONLY}
     image = {key.removeprefix("visual."): x for key, x in rest.items() if "visual." in key}
     text = {key: x for key, x in rest.items() if "visual." not in key}
-    if encoders[1].vocab_size == CLIP_TOKENS and isinstance(tokenizer, WordPiece):
+    if encoders[1].vocab_size == CLIP_TOKENS and tokenizer and len(tokenizer) != CLIP_TOKENS:
         raise UserError("the file needs CLIP's tokens: give --vocab bpe_simple_vocab_16e6.txt.gz.")
 
     # The shapes do not show with which GELU a model was trained.
@@ -3214,8 +3215,9 @@ def unwrapped(state):
     UserError if there are no weights.
     """
     if isinstance(state, dict):
+        # Averages of weights come first, as in timm. "state_dict_ema": timm; "model_ema": DeiT;
         # "state_dict": OpenCLIP, timm, Lightning; "model": DeiT, BAM; "teacher": DINO
-        for key in ("state_dict", "model", "teacher"):
+        for key in ("state_dict_ema", "model_ema", "state_dict", "model", "teacher"):
             if isinstance(state.get(key), dict):
                 state = state[key]
     names = state.keys() if isinstance(state, dict) else ()

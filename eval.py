@@ -89,8 +89,9 @@ def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
         for s, own in zip(scores.split(64), ids.split(64)):  # masked copies of 64 rows are small
             positive = own[:, None] == key_ids                              # (64, K)
             best = s.masked_fill(~positive, -torch.inf).amax(1, keepdim=True)
-            # the rank of the best positive key, from 0: the number of negative keys before it
-            rank = (s.masked_fill(positive, -torch.inf) >= best).sum(1)
+            # the rank of the best positive key, from 0: the number of negative keys before it. A
+            # NaN is never below, so that it counts as wrong.
+            rank = (~(s.masked_fill(positive, -torch.inf) < best)).sum(1)
             ranks.append(rank.where(positive.any(1), torch.inf))  # without a positive key
     ranks = torch.cat(ranks)
     return {k: (ranks < k).sum().item() / len(queries) for k in (1, 5, 10)}
@@ -164,8 +165,7 @@ def predict(head, x, rows=None):
     """The classes (n,) that a linear classifier predicts for rows of features x, a tensor or
     SparseRows. Without `rows` the classes of all rows are predicted."""
     rows, device = torch.arange(len(x)) if rows is None else rows, head.weight.device
-    parts = [head(x[part].to(device)).argmax(1).cpu() for part in rows.split(1024)]
-    return torch.cat(parts)
+    return torch.cat([head(x[part].to(device)).argmax(1).cpu() for part in rows.split(1024)])
 
 
 def middle_best(scores):
@@ -400,9 +400,8 @@ class Embedder:
         # CLIP resizes the shorter side to the size of the crop. Models with text do the same. DINO
         # and BAM (D.1) resize the shorter side to 256 for a crop of 224. Models without text do
         # the same.
-        resize = self.image_size if self.tokenizer else round(self.image_size * 256 / 224)
-        resize = self.resize or resize
-        return common.eval_transform(self.image_size, resize)(common.open_image(file))
+        side = self.image_size if self.tokenizer else round(self.image_size * 256 / 224)
+        return common.eval_transform(self.image_size, self.resize or side)(common.open_image(file))
 
     def encode_image(self, images):
         """Images (n, 3, S, S) -> (n, E), or patches (n, P, E) with late interaction."""
@@ -1698,8 +1697,7 @@ def segmentation(embedder, data, options):
                 foreground = sparc.image_iou(predicted, truth, foreground_only=True)
                 scores[f"miou{grouping}"].append(sparc.image_iou(predicted, truth))
                 scores[f"miou_fg{grouping}"].append(foreground)
-    result = {name: mean(values) for name, values in scores.items()}
-    return result | {"segmentation/images": images}
+    return {name: mean(values) for name, values in scores.items()} | {"segmentation/images": images}
 
 
 def weights_on_objects(task, embedder, data, words_of):

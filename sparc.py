@@ -817,7 +817,7 @@ def k_precision(retrieved, truths, among=None):
     PACL, at the level of chance, has a K-Precision of .26 and a K-Pna of .03.
     """
     precisions = []
-    for words, truth in zip(retrieved, truths):
+    for words, truth in zip(retrieved, truths, strict=True):
         words = [word for word in words if among is None or word in among]
         if words:
             precisions.append(sum(word in truth for word in words) / len(words))
@@ -1050,6 +1050,7 @@ DETECTOR = SimpleNamespace(
     content=lambda args: "boxes", vit_settings=lambda args: {"drop_path": args.drop_path})
 
 
+@fp32
 def best_boxes(logits, boxes, n=300):
     """logits (B, P, Q), boxes (B, P, 4) -> (B, n, 6): box, query and logit of the n pairs of a
     patch and a query with the largest logits."""
@@ -1117,7 +1118,7 @@ def average_precisions(found, truths, most=100):
         partial   classes of which some objects have no box (LVIS)
     """
     parts, positives = {}, {}
-    for (boxes, labels, scores), truth in zip(found, truths):
+    for (boxes, labels, scores), truth in zip(found, truths, strict=True):
         for c in torch.cat([labels, truth.labels]).unique().tolist():
             mine, rows = truth.labels == c, (labels == c).nonzero()[:, 0]
             if truth.absent is not None and not mine.any() and c not in truth.absent:

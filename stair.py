@@ -576,11 +576,12 @@ class LAMB(torch.optim.Optimizer):
 def label_ranks(scores, pieces, labels):
     """scores (n, |V|) of all words, labels (n,) -> ranks (n,) of the labels among the words.
 
-    The best rank is 0; a label ranks behind the words that tie with it. pieces: for each class the
-    ids of its sub-words; the score of the class is the best score of a sub-word (Sec. 5.1).
+    The best rank is 0; a label ranks behind the words that tie with it or have NaN. pieces: for
+    each class the ids of its sub-words; the score of the class is the best score of a sub-word
+    (Sec. 5.1).
     """
     by_class = torch.stack([scores[:, ids].amax(1) for ids in pieces], 1)   # (n, C)
-    return (scores >= by_class.gather(1, labels[:, None])).sum(1) - 1
+    return (~(scores < by_class.gather(1, labels[:, None]))).sum(1) - 1
 
 
 # Encodings of many images, for a probe ------------------------------------------------------

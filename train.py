@@ -592,6 +592,8 @@ def announce(args, data, model, tokenizer, device, progress):
     print(f"{args.out}: {args.method}, preset {args.preset}, step {progress.step} of {args.steps}")
     print(f"{params:.1f} M parameters on {device}; ranks: {this_rank()[1]}; threads of a rank: "
           f"{torch.get_num_threads()}; --workers {args.workers}; --warmup {args.warmup}")
+    if any(args.warmup > end - start for _, start, end, _ in stages_of(args)):
+        print("note: a stage has fewer steps than --warmup, so its learning rate stays low")
     if isinstance(data, common.CaptionTable):
         print(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
     if tokenizer:
@@ -776,6 +778,7 @@ def initial_encoders(args, method, tokenizer):
     """-> (image encoder, text encoder), with the weights of --finetune or --init-weights, and the
     weights that belong to no encoder, for load_clip_parts, or None without weights."""
     encoders, parts = common.build_encoders(method, args, tokenizer), None
+    method.initialize(args, encoders[0])
     if args.resume or args.dry_run:  # the weights come from the checkpoint, or do not matter
         return encoders, parts
     if args.finetune:
@@ -1020,8 +1023,7 @@ def mixed_precision(args, device):
     amp = args.amp or ("bf16" if is_gpu else "off")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[amp]
     autocast = functools.partial(torch.autocast, device.type, dtype, enabled=amp != "off")
-    scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
-    return autocast, scaler, amp != "off"
+    return autocast, torch.amp.GradScaler(device.type, enabled=amp == "fp16"), amp != "off"
 
 
 def to_device(batch, device):

@@ -437,7 +437,9 @@ def test_mocos_heads_are_those_of_builder_py():
 
 def test_mocos_initial_weights_are_those_of_vits_py():
     """Xavier's bound is sqrt(6 / (inputs + outputs)); q, k and v are three layers."""
-    encoder = moco_of("vit").image_encoder
+    encoder, resnet = (moco_of(name).image_encoder for name in ("vit", "resnet"))
+    for each in (encoder, resnet):
+        bam.initialize(bam.Settings(target="moco"), each)
     block, d = encoder.blocks[0], 16
     for weight, inputs, outputs in ((block.attn.qkv.weight, d, d), (block.attn.proj.weight, d, d),
                                     (block.mlp.fc1.weight, d, 4 * d),
@@ -446,7 +448,6 @@ def test_mocos_initial_weights_are_those_of_vits_py():
         assert 0.9 * bound < weight.abs().max() <= bound
     assert not block.attn.qkv.bias.any() and not encoder.patch_embed.bias.any()
     assert encoder.cls.abs().max() < 1e-5
-    resnet = moco_of("resnet").image_encoder
     assert not resnet.layer1[0].bn3.weight.any() and resnet.layer1[0].bn2.weight.all()
 
 

@@ -1109,6 +1109,8 @@ def test_label_fraction_is_a_share_of_each_class_or_a_list_of_images(tmp_path):
     assert sorted(rows) == rows == common.label_rows(names, torch.tensor(labels), "1e-1")
     assert [sum(labels[i] == c for i in rows) for c in range(3)] == [1, 1, 4]
     assert rows[:4] != [0, 1, 2, 3]                                         # chosen at random
+    again = common.label_rows(names[::-1], labels[::-1], "0.1")             # a run mixes the rows
+    assert {names[::-1][i] for i in again} == {names[i] for i in rows}
     assert len(common.label_rows(names, labels, "0.37")) == 15 + 4 + 1      # 14.8, 3.7 and 1.1
     assert common.label_rows(names, labels, "1.0") == list(range(53))
     Path(file).write_text("7.jpg\n44.jpg\ndata/class/52.jpg\n\n")

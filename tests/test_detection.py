@@ -100,6 +100,8 @@ def test_of_true_boxes_with_equal_iou_the_last_is_taken():
     for most, low, high in ((100, 1, 51 / 202), (1, 51 / 101, 0)):  # 51 of 101 recalls are reached
         ap, = sparc.average_precisions([found], [truth], most).values()
         assert ap.tolist() == pytest.approx(5 * [low] + 5 * [high])
+    with pytest.raises(ValueError, match="zip"):
+        sparc.average_precisions([found], [truth, truth])
 
 
 def write_coco(root, lvis=False, **changes):

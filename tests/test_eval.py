@@ -45,6 +45,8 @@ def test_recall_counts_any_positive_and_ranks_ties_last(n, ids):
                      sum(s >= best and k != q for s, k in zip(row, key_ids)))
     recall = evaluation.recall_at_k(queries, keys, (query_ids, key_ids), chunk=7)
     assert recall == {k: sum(rank < k for rank in ranks) / 40 for k in (1, 5, 10)}
+    nothing = evaluation.recall_at_k(queries * torch.nan, keys, (query_ids, key_ids))
+    assert nothing == {k: 0 if n >= k else recall[k] for k in (1, 5, 10)}
 
 
 def test_knn_equals_a_literal_vote():
@@ -254,6 +256,8 @@ def test_k_precision_equals_values_computed_by_hand():
     among = {"red", "car", "dogs"}                                          # "it" is not counted
     assert sparc.k_precision(retrieved, truths, among) == pytest.approx((2 / 3 + 1) / 2)
     assert math.isnan(sparc.k_precision(retrieved, truths, {"moon"}))
+    with pytest.raises(ValueError, match="zip"):
+        sparc.k_precision(retrieved[:1], truths)
 
 
 def test_segment_gives_each_patch_its_nearest_class():

@@ -293,6 +293,8 @@ def test_label_ranks_use_the_best_sub_word_and_count_ties_against_it():
     assert ranks.tolist() == [1, 2]
     ranks = stair.label_ranks(scores, [[1], [0, 2]], torch.tensor([1, 1]))
     assert ranks.tolist() == [1, 2]
+    ranks = stair.label_ranks(scores * torch.tensor([[1], [torch.nan]]), [[1]], torch.zeros(2).long())
+    assert ranks.tolist() == [0, 3]  # a model that has diverged is wrong
 
 
 def test_the_better_word_of_an_images_two_labels_counts():

@@ -366,7 +366,9 @@ def test_a_run_shows_and_keeps_the_number_of_its_workers(tmp_path, monkeypatch, 
     monkeypatch.setattr(train, "MOST_WORKERS", 1)
     flags = [*SPARC, "--data", write_table(tmp_path, 16), "--image-size", 16, "--out"]
     train_alone([*flags, tmp_path / "run", "--steps", 1])
-    assert "ranks: 1; threads of a rank: 1; --workers 1;" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "ranks: 1; threads of a rank: 1; --workers 1;" in printed
+    assert "a stage has fewer steps than --warmup" in printed  # 50 steps, here and in the preset
     monkeypatch.setattr(train, "MOST_WORKERS", 0)
     for more in ([], ["--workers", 0]):
         train_alone([*flags, tmp_path / "run", "--steps", 2, "--resume", *more])

@@ -128,9 +128,10 @@ def test_weights_that_are_no_finite_floats_are_refused_wherever_they_are_loaded(
 def test_a_clip_needs_clips_vocabulary_and_openais_needs_quick_gelu_in_both_encoders():
     encoders = tiny_vit(**CLIP_IMAGE), tiny_text(causal=True, vocab_size=49408)
     state = clip_names(*map(random_weights, encoders))
-    with pytest.raises(UserError, match="the file needs CLIP's tokens: give --vocab bpe_simple"):
-        common.load_clip(encoders, state, common.WordPiece(common.SPECIAL_TOKENS))
-    common.load_clip(encoders, state, common.BPE(["#version: 0.2", "a t</w>"]))
+    for cut in (common.WordPiece(common.SPECIAL_TOKENS), common.BPE(["#version: 0.2", "a t</w>"])):
+        with pytest.raises(UserError, match="the file needs CLIP's tokens: give --vocab bpe_simple"):
+            common.load_clip(encoders, state, cut)
+    common.load_clip(encoders, state, range(49408))
     for image, text in ((True, False), (False, True)):
         encoders = tiny_vit(quick_gelu=image), tiny_text(causal=True, quick_gelu=text)
         with pytest.raises(UserError, match="add :quick_gelu=1 to both encoders"):
@@ -256,6 +257,8 @@ def made_up_timm(vit):
                           | prefixed("teacher.backbone.", state)
                           | {"teacher.proj_head.0.bias": torch.ones(2)}, "epoch": 3},
     lambda state, other: {"model": prefixed("_orig_mod.module.backbone.", state)},
+    lambda state, other: {"model": other, "model_ema": state},          # DeiT's file
+    lambda state, other: {"state_dict": other, "state_dict_ema": state},
     lambda state, other: state | {"fc.weight": torch.ones(2), "head_dist.bias": torch.ones(2)},
     lambda state, other: {"model": state | {                            # MAE's file
         "mask_token": torch.ones(2), "decoder_pos_embed": torch.ones(2),
@@ -270,14 +273,29 @@ def made_up_timm(vit):
     *(lambda state, other, prefix=prefix: {"state_dict": prefixed(prefix, state)}
       for prefix in ("model.", "net.encoder.", "module.model."))])
 def test_files_of_timm_dino_bam_and_others_are_read(save, tmp_path):
-    """DINO's and BAM's files hold a student, too. The teacher's weights are read. A prefix that all
-    names share is stripped."""
+    """DINO's and BAM's files hold a student, too. The teacher's weights are read, and averaged
+    weights. A prefix that all names share is stripped."""
     vit, expected = tiny_vit(cls=True), tiny_vit(cls=True)
     state, other = made_up_timm(vit), made_up_timm(vit)
     common.load_timm(expected, state)
     torch.save(save(state, other), tmp_path / "vit.pth")
     common.load_timm(vit, common.load_checkpoint(tmp_path / "vit.pth"))
     assert all(map(torch.equal, vit.parameters(), expected.parameters()))
+
+
+@pytest.mark.parametrize("target", ["bam", "moco"])
+def test_init_weights_replace_the_initial_weights_of_a_method(tmp_path, target):
+    """MoCo-v3 has initial weights of its own."""
+    vit = common.ViT(16, 8, width=16, depth=1, heads=2, cls=True)
+    torch.save(common.timm_weights(vit), tmp_path / "vit.pt")
+    flags = ["--target", "moco", "--local-crops", "0", "--teacher"] if target == "moco" else []
+    shape = "tiny-patch:width=16,heads=2,depth=1,cls=1"
+    train_alone([*SMALL["bam"], *flags, "--image-encoder", shape, "--image-size", "16", "--steps",
+                 "0", "--init-weights", tmp_path / "vit.pt", "--out", tmp_path / "run"])
+    found = weights(tmp_path / "run")
+    for name, value in vit.state_dict().items():
+        if not name.startswith("pixels."):
+            assert torch.equal(found[f"image_encoder.{name}"], value)
 
 
 @pytest.mark.parametrize("name, shape", [
