@@ -791,6 +791,8 @@ class MoCo(FullModel):
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__(config, image_encoder, text_encoder, image_width, text_width)
+        if not getattr(image_encoder, "is_loaded", False):  # else --init-weights has given weights
+            moco_weights(image_encoder)
         hidden, E = config.projector_width, config.projector_dim
         is_vit = hasattr(image_encoder, "patch_embed")
         if is_vit and isinstance(image_encoder.patch_embed, nn.Conv2d):
@@ -822,11 +824,9 @@ class MoCo(FullModel):
         return 4 * self.config.tau * math.log(batch_size)
 
 
-def initialize(args, encoder):
+def moco_weights(encoder):
     """Initial weights of MoCo-v3: Xavier's for a ViT, with q, k and v apart (vits.py:34), and 0 for
-    the last norm of a ResNet's block (main_moco.py:186). Weights of --init-weights come later."""
-    if args.target != "moco":
-        return
+    the last norm of a ResNet's block (main_moco.py:186)."""
     for name, layer in encoder.named_modules():
         if isinstance(layer, nn.Linear):
             for part in layer.weight.data.chunk(3 if name.endswith("qkv") else 1):

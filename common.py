@@ -625,7 +625,6 @@ class Method:
     needs_cls = lambda self, args: ""    # the flag that needs a [CLS] token; "" if none does
     blocks_left_out = lambda self, args: 0  # number of last blocks that the method replaces
     vit_settings = lambda self, args: {}  # arguments of ViT that override --image-encoder
-    initialize = lambda self, args, encoder: None  # gives a new image encoder other first weights
     views = lambda self, args: None      # arguments of View, a dict for each random view
     augment = lambda self, args: None    # arguments of Augment, for labelled images
     stages = lambda self, args: [(1, args.steps, args.lr)]  # (number, steps, peak lr)
@@ -3250,6 +3249,7 @@ def load_encoder(encoder, tensors, names, remedy):
         has_cls = encoder.cls is not None
         found["pos"] = resize_positions(found["pos"], has_cls, encoder.grid, encoder.grid)
     restore_model(encoder, found, "the file", remedy)
+    encoder.is_loaded = True  # MoCo-v3 initialises other encoders
     return left_over
 
 

@@ -778,7 +778,6 @@ def initial_encoders(args, method, tokenizer):
     """-> (image encoder, text encoder), with the weights of --finetune or --init-weights, and the
     weights that belong to no encoder, for load_clip_parts, or None without weights."""
     encoders, parts = common.build_encoders(method, args, tokenizer), None
-    method.initialize(args, encoders[0])
     if args.resume or args.dry_run:  # the weights come from the checkpoint, or do not matter
         return encoders, parts
     if args.finetune:

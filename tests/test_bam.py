@@ -438,8 +438,6 @@ def test_mocos_heads_are_those_of_builder_py():
 def test_mocos_initial_weights_are_those_of_vits_py():
     """Xavier's bound is sqrt(6 / (inputs + outputs)); q, k and v are three layers."""
     encoder, resnet = (moco_of(name).image_encoder for name in ("vit", "resnet"))
-    for each in (encoder, resnet):
-        bam.initialize(bam.Settings(target="moco"), each)
     block, d = encoder.blocks[0], 16
     for weight, inputs, outputs in ((block.attn.qkv.weight, d, d), (block.attn.proj.weight, d, d),
                                     (block.mlp.fc1.weight, d, 4 * d),
