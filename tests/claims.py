@@ -6,9 +6,9 @@
     python tests/claims.py NAME --costs    # measures what the trainings of the group cost
 
 NAME is a group of claims-runs.json: `methods` has the table of all methods, `readme` the claims
-with five seeds or more. Earlier code made the figures of the others: `photos` has CIFAR-10,
-`sparo`, `stair`, `sparc` and `bam` have more claims of one paper each, `detection` fine-tunes runs
-of `readme`.
+with five seeds or more, `photos` the claim on photos of CIFAR-10 with captions. Earlier code made
+the figures of the others: `photos-earlier` has CIFAR-10 without captions, `sparo`, `stair`,
+`sparc` and `bam` have more claims of one paper each, `detection` fine-tunes runs of `readme`.
 
 Words
     claim    Run A is above run B in a metric. claims-runs.json has all claims.
