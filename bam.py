@@ -298,10 +298,10 @@ def in_fp32(function, *args, **kwargs):
 def same_image(z, n_global, c, mask):
     """Which rows z (k, n, E) and columns c (m, E) show one image -> (k, n, m). With mask="self"
     they show one view; with "none" no entry is True. Rank i has the i-th part of c. Raises
-    ValueError if `gather` joins other rows."""
+    ValueError for other columns or one image."""
     (k, n), of_rank = z.shape[:2], n_global * z.shape[1]
     if len(c) == n_global or len(c) != of_rank and len(c) != of_rank * dist.get_world_size():
-        raise ValueError(f"{n} images, {len(c)} columns: give two or more, as many on each rank.")
+        raise ValueError(f"{n} images, {len(c)} columns: give two or more, and columns of all ranks.")
     rank = dist.get_rank() if len(c) > of_rank else 0
     column = torch.arange(len(c), device=z.device)  # a rank's columns are view after view
     image = column // (n_global * n) * n + column % n                    # (m,), of all ranks

@@ -2490,9 +2490,9 @@ def label_rows(names, labels, fraction):
     names: the names of the images, None for an image without a name. labels: the labels of the
     images.
     fraction: a number in (0, 1], or a file. The number is the fraction of each class to keep. Each
-    class keeps at least one image. Every call keeps the same images, in whatever order they come.
-    The file lists images, one per line: NAME, or a path that ends in FOLDER/NAME. BAM uses such
-    lists of SimCLR, with 1 % and 10 % of ImageNet (Table 4).
+    class keeps at least one image. Every call keeps the same images if their names differ. The file
+    lists images, one per line: NAME, or a path that ends in FOLDER/NAME. BAM uses such lists of
+    SimCLR, with 1 % and 10 % of ImageNet (Table 4).
 
     Raises UserError if a line of the file does not name exactly one image.
     """
@@ -3191,7 +3191,7 @@ def load_clip(encoders, state_dict, tokenizer):
     rest = {key: x for key, x in state.items() if key not in CLIP_PARTS + OPENAI_ONLY}
     image = {key.removeprefix("visual."): x for key, x in rest.items() if "visual." in key}
     text = {key: x for key, x in rest.items() if "visual." not in key}
-    if encoders[1].vocab_size == CLIP_TOKENS and tokenizer and len(tokenizer) != CLIP_TOKENS:
+    if encoders[1].vocab_size == CLIP_TOKENS and tokenizer.encode("")[-1] != CLIP_TOKENS - 1:
         raise UserError("the file needs CLIP's tokens: give --vocab bpe_simple_vocab_16e6.txt.gz.")
 
     # The shapes do not show with which GELU a model was trained.
@@ -3217,8 +3217,9 @@ def unwrapped(state):
         # Averages of weights come first, as in timm. "state_dict_ema": timm; "model_ema": DeiT;
         # "state_dict": OpenCLIP, timm, Lightning; "model": DeiT, BAM; "teacher": DINO
         for key in ("state_dict_ema", "model_ema", "state_dict", "model", "teacher"):
-            if isinstance(state.get(key), dict):
-                state = state[key]
+            x = state.get(key)  # some averages are lists of tensors, without names
+            if isinstance(x, dict) and any(isinstance(v, dict | torch.Tensor) for v in x.values()):
+                state = x
     names = state.keys() if isinstance(state, dict) else ()
     if not any(torch.is_tensor(state[name]) for name in names):
         held = ", ".join(map(str, [*names][:5])) or f"a {type(state).__name__}"
@@ -3249,7 +3250,7 @@ def load_encoder(encoder, tensors, names, remedy):
         has_cls = encoder.cls is not None
         found["pos"] = resize_positions(found["pos"], has_cls, encoder.grid, encoder.grid)
     restore_model(encoder, found, "the file", remedy)
-    encoder.is_loaded = True  # MoCo-v3 initialises other encoders
+    encoder.is_loaded = True  # so that MoCo-v3 keeps these weights
     return left_over
 
 

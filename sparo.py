@@ -321,8 +321,8 @@ def as_bools(mask, shape):
 @dataclass(kw_only=True)
 class Settings(Config):
     """All flags of this method. Model reads those of Config; Baseline and Dino read their own, too.
-    train.py alone reads local_crops, local_size, crop_least and crop_border (views). common.py and
-    Dino read replace_block (blocks_left_out)."""
+    train.py alone reads local_crops, local_size, crop_least and crop_border (views). common.py,
+    train.py and Dino read replace_block (blocks_left_out)."""
 
     objective: Literal["clip", "dino"] = "clip"  # training loss: CLIP's (Sec. 3.3), DINO's (3.4)
     # how the outputs of an encoder become an encoding (Sec. 4, 5.3, B.2). sparo: slots. cls: one

@@ -592,8 +592,8 @@ def announce(args, data, model, tokenizer, device, progress):
     print(f"{args.out}: {args.method}, preset {args.preset}, step {progress.step} of {args.steps}")
     print(f"{params:.1f} M parameters on {device}; ranks: {this_rank()[1]}; threads of a rank: "
           f"{torch.get_num_threads()}; --workers {args.workers}; --warmup {args.warmup}")
-    if any(args.warmup > end - start for _, start, end, _ in stages_of(args)):
-        print("note: a stage has fewer steps than --warmup, so its learning rate stays low")
+    if any(0 < end - start < args.warmup for _, start, end, _ in stages_of(args)):
+        print("note: the run, or a stage of it, is shorter than --warmup: it never reaches --lr")
     if isinstance(data, common.CaptionTable):
         print(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
     if tokenizer:

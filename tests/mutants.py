@@ -264,10 +264,10 @@ nearer = «nearest[:, None].minimum( => (»torch.cdist(x, x[rows]).square()) # t
 == sparo.py | analyses | test_eval test_details test_sparo -k "wino or interpreted or relative or vtab or mask_learns"
 right_by_kind(margin(m) «> => >=» 0, kinds) # a tie is a right pair
 text = (s[:, 0, 0] > s[:, «1, 0 => 0, 1»]) # Winoground
-F.cosine_similarity(y_i, y_t, dim=-1) > «0.75 => 0.5» # Sec. 5.4 ;; is_word = (word >« => =» 0) & # [CLS] is no word
+F.cosine_similarity(slots_i, slots_t, dim=-1) > «0.75 => 0.5» # Sec. 5.4 ;; is_word = (word >« => =» 0) & # [CLS] is no word
 (new «/ old - 1) / (fit / start - 1 => - old) / (fit - start») # Table 5
 == eval.py | metrics | test_eval test_details -k "details or recall or class_emb or knn or probe or wino or resized"
-(s.masked_fill(positive, -torch.inf) >«= => » best) # ties ;; (ranks <« => =» k).sum() # recall at k
+(s.masked_fill(positive, -torch.inf) <« => =» best) # ties ;; (ranks <« => =» k).sum() # recall at k
 rows.append(«F.normalize(kept * prompts.mean(1), dim=-1 => kept * prompts.mean(1»)) # CLIP's prompts
 is_held = hold_out(labels, «5 => 4») # a fifth is held out
 order = «order[labels[order].argsort(stable=True)] => order» # held out class by class

@@ -8,6 +8,7 @@ import pytest
 
 import common
 import eval as evaluation
+import mutants
 import train
 from helpers import ROOT
 from train import METHODS
@@ -60,3 +61,8 @@ def test_flags_and_presets_in_the_text_exist():
     presets = {name for name in re.findall(r"`([a-z0-9]+-?[\w-]*)`", table)
                if re.search(r"\d", name) or name.startswith("gloria-")}
     assert len(presets) > 9 and presets <= PRESETS
+
+
+def test_each_mistake_of_mutants_stands_once_in_its_file():
+    for file, _, _, old, *_ in mutants.mistakes():
+        assert (ROOT / file).read_text("utf-8").count(old) == 1, (file, old)

@@ -368,12 +368,14 @@ def test_a_run_shows_and_keeps_the_number_of_its_workers(tmp_path, monkeypatch, 
     train_alone([*flags, tmp_path / "run", "--steps", 1])
     printed = capsys.readouterr().out
     assert "ranks: 1; threads of a rank: 1; --workers 1;" in printed
-    assert "a stage has fewer steps than --warmup" in printed  # 50 steps, here and in the preset
+    assert "is shorter than --warmup" in printed  # 50 steps, here and in the preset
     monkeypatch.setattr(train, "MOST_WORKERS", 0)
     for more in ([], ["--workers", 0]):
-        train_alone([*flags, tmp_path / "run", "--steps", 2, "--resume", *more])
+        train_alone([*flags, tmp_path / "run", "--steps", 2, "--resume", "--warmup", 2, *more])
         assert common.read_config(tmp_path / "run")["workers"] == 1 - len(more) / 2
-        assert ("workers or the version have changed" in capsys.readouterr().out) == (more != [])
+        printed = capsys.readouterr().out
+        assert ("workers or the version have changed" in printed) == (more != [])
+        assert "shorter than --warmup" not in printed
 
 
 def leave_after_rank_0(rank, run):
@@ -622,6 +624,7 @@ def test_ranks_that_would_train_otherwise_are_refused(monkeypatch, change, messa
 
 def test_a_rank_whose_checkpoint_is_of_another_step_is_refused(run, monkeypatch):
     """The first training stands for rank 0, the second one for rank 1."""
+    train_alone(["--resume", "--out", run])  # in this directory; a run may come from another one
     facts, state = {}, common.load_checkpoint(run / "last.pt")
     monkeypatch.setattr(common, "gather_objects", lambda own: [
         facts.setdefault(str([*own]), own) if isinstance(own, dict) else own, own])
