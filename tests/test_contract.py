@@ -329,7 +329,7 @@ def test_bams_losses_refuse_a_gather_of_some_ranks(monkeypatch, ranks):
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     for loss in (lambda: bam.bam_loss(V_AND_T.flatten(0, 1), 2, **TWICE),
                  lambda: bam.moco_loss(V_AND_T, V_AND_T, 0.1, **TWICE)):
-        with pytest.raises(ValueError, match="4 images, .* and columns of all ranks"):
+        with pytest.raises(ValueError, match="4 images, .* gather all ranks"):
             loss()
     z = V_AND_T[:, :1]
     for loss in (lambda: bam.bam_loss(z.flatten(0, 1), 2), lambda: bam.moco_loss(z, z, 0.1)):
