@@ -301,7 +301,7 @@ def same_image(z, n_global, c, mask):
     ValueError for other columns or one image."""
     (k, n), of_rank = z.shape[:2], n_global * z.shape[1]
     if len(c) == n_global or len(c) != of_rank and len(c) != of_rank * dist.get_world_size():
-        raise ValueError(f"{n} images, {len(c)} columns: give two or more, gather all ranks.")
+        raise ValueError(f"{n} images, {len(c)} columns: give two or more, and gather all ranks.")
     rank = dist.get_rank() if len(c) > of_rank else 0
     column = torch.arange(len(c), device=z.device)  # a rank's columns are view after view
     image = column // (n_global * n) * n + column % n                    # (m,), of all ranks

@@ -1144,7 +1144,7 @@ def average_precisions(found, truths, most=100):
 #   with --lambda-f .5 --lr 1e-3, but not with .1 and 2e-3. diagnose() logs L_f with wrong images.
 # * With sigma .9 words give their own objects a larger share of the weights on objects than softmax
 #   weights do: .939 and .842 for colours, .609 and .490 for shapes. PACL's words, weighted by
-#   Eq. 2-4, are not shown to have less (.931 and .647), FILIP's, at SPARC's rate, have less (.495
+#   Eq. 2-4, are not shown to have less (.931 and .647). FILIP's, at SPARC's rate, have less (.495
 #   and .421). With sigma .4 SPARC's colours had less (.772).
 # * An update takes 1.06 times CLIP's FLOPs with `tiny`, and 1.005 times with `b16`, as in Table 11.
 

@@ -257,7 +257,7 @@ def train(args, out, device):
     progress.check_ranks(data.annotations, scaler)
     if out:
         announce(args, data, model, tokenizer, device, progress)
-        if args.checkpoint != "last.pt":  # a run that is killed before a save continues from there
+        if args.checkpoint != "last.pt":  # a run killed before its next save continues from it
             common.write_file(out / "last.pt", saved)
         write_run(args, tokenizer, out, progress.step)
     log, stop, clock, batches = Log(args, out, progress.step), Stop(), Clock(), None

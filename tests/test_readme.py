@@ -63,6 +63,13 @@ def test_flags_and_presets_in_the_text_exist():
     assert len(presets) > 9 and presets <= PRESETS
 
 
+def test_the_lines_to_read_are_those_before_the_line_that_says_to_stop():
+    rows = re.findall(r"^\| \[(\w+\.py)\].*?\. \| (\d+) \|", TEXT, re.MULTILINE)
+    assert len(rows) == 4
+    for name, lines in rows:
+        assert "stop here. ---" in (ROOT / name).read_text("utf-8").splitlines()[int(lines)]
+
+
 def test_each_mistake_of_mutants_stands_once_in_its_file():
     for file, _, _, old, *_ in mutants.mistakes():
         assert (ROOT / file).read_text("utf-8").count(old) == 1, (file, old)
